@@ -33,7 +33,7 @@ from msgspec.inspect import (
     type_info,
 )
 
-from docs import caches, exact
+from docs import caches, exact, leaderboard
 from epp.configuration.build import INDEXES
 from epp.configuration.compatibility import (
     ACCEPTED,
@@ -129,7 +129,7 @@ _PART: Final = re.compile(
 
 def main() -> int:
     """Write every page whose generated parts changed, and say which."""
-    for page in sorted(FOLDER.glob("*.md")):
+    for page in (FOLDER.parent / "README.md", *sorted(FOLDER.glob("*.md"))):
         before = page.read_text(encoding="utf-8")
         after = refreshed(before)
         if after != before:
@@ -176,6 +176,13 @@ def refreshed(page: str) -> str:
         "exact-known": lambda: exact.known_table(exact.read()),
         "exact-adapters": lambda: exact.adapter_table(exact.read()),
         "exact-delays": lambda: exact.delay_table(exact.read()),
+        "board-short": lambda: leaderboard.short_ranking(leaderboard.read().small),
+        "board-ranking": lambda: leaderboard.ranking(leaderboard.read().small),
+        "board-behind": lambda: leaderboard.body(leaderboard.read().small.behind),
+        "board-cases": lambda: leaderboard.body(leaderboard.read().small.cases),
+        "board-strategies": lambda: leaderboard.body(leaderboard.read().small.strategies),
+        "board-full-ranking": lambda: leaderboard.ranking(leaderboard.read().full),
+        "board-full-behind": lambda: leaderboard.body(leaderboard.read().full.behind),
     }
     return _PART.sub(lambda found: f"{found[1]}\n{parts[found['name']]()}\n\n{found[3]}", page)
 

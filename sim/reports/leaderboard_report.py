@@ -82,10 +82,11 @@ class Part(Struct, frozen=True, kw_only=True):
     rows: list[list[str]] = []
     """The first is the head; none: there is nothing but what is said."""
 
-    def as_markdown(self) -> str:
-        """Under a heading of the second level."""
+    def as_markdown(self, level: int = 2) -> str:
+        """Under a heading of that level; of 0 without one."""
+        heading = f"{'#' * level} {self.title}" if level else ""
         table_of = markdown_table(self.rows) if self.rows else ""
-        return "\n\n".join(part for part in (f"## {self.title}", self.says, table_of) if part)
+        return "\n\n".join(part for part in (heading, self.says, table_of) if part)
 
     def as_html(self) -> str:
         """A figure of a page."""
@@ -154,12 +155,10 @@ def board_parts(summary: LeaderboardSummary) -> list[Part]:
     """All tables of the whole board, the ranking first; those of each case are not among them."""
     parts = []
     if summary.rows:
-        parts += [*ranking_parts(summary), behind_part(summary)]
-        parts.append(Part(title="The best of each case", says=_CASES_SAY, rows=_case_rows(summary)))
+        parts += [*ranking_parts(summary), behind_part(summary), cases_part(summary)]
     if summary.failed:
         parts.append(Part(title="Cells that failed", rows=_failed_rows(summary)))
-    parts.append(Part(title="Strategies", says=_STRATEGIES_SAY, rows=_strategy_rows(summary)))
-    return parts
+    return [*parts, strategies_part(summary)]
 
 
 def ranking_parts(summary: LeaderboardSummary) -> list[Part]:
@@ -191,6 +190,16 @@ def behind_part(summary: LeaderboardSummary) -> Part:
         counted = [f"{label} {sum(row[0] == label for row in rows)}" for label in _JUDGED.values()]
         says += f" Cases: {', '.join(counted)}."
     return Part(title=f"Where {_first(summary)} is behind", says=says, rows=rows)
+
+
+def cases_part(summary: LeaderboardSummary) -> Part:
+    """Who is best in each case."""
+    return Part(title="The best of each case", says=_CASES_SAY, rows=_case_rows(summary))
+
+
+def strategies_part(summary: LeaderboardSummary) -> Part:
+    """Whose idea each is, and what it leaves out of that."""
+    return Part(title="Strategies", says=_STRATEGIES_SAY, rows=_strategy_rows(summary))
 
 
 def _scopes(summary: LeaderboardSummary) -> dict[str, frozenset[str]]:

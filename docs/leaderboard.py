@@ -1,0 +1,135 @@
+"""What docs/leaderboard.md and the README show of a board: `python -m docs.leaderboard board`.
+
+A board is the folder that `sim leaderboard --out` writes; its tables go to docs/leaderboard.json, and
+`python -m docs.reference` puts them on the pages.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from sim.measurement.summaries import LeaderboardSummary
+from sim.output import write_whole
+from sim.reports.leaderboard_report import (
+    Part,
+    basis,
+    behind_part,
+    cases_part,
+    ranking_parts,
+    strategies_part,
+)
+
+FOLDER: Final = Path(__file__).parent
+RESULTS: Final = FOLDER / "leaderboard.json"
+_FIRST: Final = 5
+_KNOWN: Final = frozenset(
+    {
+        "dynamo",
+        "llm-d-3-2-2",
+        "production-stack-load-aware",
+        "round-robin-live",
+        "smg-cache-aware-4",
+        "sticky-until-saturated",
+    }
+)
+"""What a reader of the README looks for, wherever it stands."""
+
+
+class Board(Struct, frozen=True, kw_only=True):
+    """The tables of one board."""
+
+    basis: str
+    ranking: list[Part]
+    """The one without adapters first."""
+    behind: Part
+    cases: Part
+    strategies: Part
+
+    @classmethod
+    def of(cls, summary: LeaderboardSummary) -> "Board":
+        """Those of a whole board."""
+        return cls(
+            basis=basis(summary),
+            ranking=ranking_parts(summary),
+            behind=behind_part(summary),
+            cases=cases_part(summary),
+            strategies=strategies_part(summary),
+        )
+
+
+class Boards(Struct, frozen=True, kw_only=True):
+    """docs/leaderboard.json."""
+
+    small: Board
+    """All strategies."""
+    full: Board
+    """Some, on more requests."""
+
+
+def read() -> Boards:
+    """What was put there last."""
+    return msgspec.json.decode(RESULTS.read_bytes(), type=Boards)
+
+
+def ranking(board: Board) -> str:
+    """Its basis and all its rankings, for a page."""
+    return "\n\n".join([board.basis, *(part.as_markdown(level=3) for part in board.ranking)])
+
+
+def short_ranking(board: Board) -> str:
+    """The first ranking as the README has it: the best of it, and those that a reader looks for."""
+    (head, *rows), says = board.ranking[0].rows, board.ranking[0].title
+    kept = [row for at, row in enumerate(rows) if at < _FIRST or row[0] in _KNOWN]
+    short = Part(title=says, says=f"{says}. {board.basis}", rows=[head, *kept])
+    return short.as_markdown(level=0)
+
+
+def body(part: Part) -> str:
+    """What it says and its table, below a heading that the page has."""
+    return part.as_markdown(level=0)
+
+
+class NoBoardError(ValueError):
+    """A folder holds no whole board: one sentence."""
+
+
+def board_in(folder: Path) -> Board:
+    """The board that was written there. Raises `NoBoardError`."""
+    path = folder / "summary.json"
+    try:
+        summary = msgspec.json.decode(path.read_bytes(), type=LeaderboardSummary)
+    except (OSError, msgspec.DecodeError) as problem:
+        raise NoBoardError(
+            f"{path}: expected the summary of a board as this release writes it: {problem}"
+        ) from problem
+    if not summary.complete:
+        raise NoBoardError(f"{path}: expected a complete board, cells are missing or failed")
+    return Board.of(summary)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Put a board there; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m docs.leaderboard", description=__doc__)
+    parser.add_argument("board", type=Path, help="folder of the board of all strategies")
+    parser.add_argument(
+        "--full", type=Path, help="of that on more requests (the one that is there)"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        small = board_in(options.board)
+        full = None if options.full is None else board_in(options.full)
+    except NoBoardError as problem:
+        parser.error(str(problem))
+    boards = Boards(small=small, full=full) if full else replace(read(), small=small)
+    write_whole(RESULTS, msgspec.json.format(msgspec.json.encode(boards), indent=1) + b"\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

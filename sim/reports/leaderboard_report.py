@@ -163,16 +163,16 @@ def board_parts(summary: LeaderboardSummary) -> list[Part]:
 
 def ranking_parts(summary: LeaderboardSummary) -> list[Part]:
     """Who is how good over the cases of each scope; cases without adapters come first."""
-    parts = []
+    parts: list[Part] = []
     for scope, cases in _scopes(summary).items():
-        title, of = _TITLES[scope], f"{len(cases)} cases"
+        title, first = _TITLES[scope], not parts
+        says = f"Of {len(cases)} cases{f'. {_TIMES_SAY}' if first else ', told as above.'}"
         times = _times_rows(summary, scope)
-        parts.append(
-            Part(title=f"{title}: times the best", says=f"Of {of}. {_TIMES_SAY}", rows=times)
-        )
+        parts.append(Part(title=f"{title}: times the best", says=says, rows=times))
         if scope != HELD_WITHOUT_ADAPTERS:
+            says = _LEVEL_SAYS if first else ""
             level = _level_rows(summary, scope)
-            parts.append(Part(title=f"{title}: level with the best", says=_LEVEL_SAYS, rows=level))
+            parts.append(Part(title=f"{title}: level with the best", says=says, rows=level))
     return parts
 
 
@@ -203,9 +203,10 @@ def strategies_part(summary: LeaderboardSummary) -> Part:
 
 
 def _scopes(summary: LeaderboardSummary) -> dict[str, frozenset[str]]:
-    """Scope -> its cases; each set of cases once."""
+    """Scope -> its cases that have been run; each set of cases once."""
+    ran = {row.case for row in summary.rows}
     told: dict[str, frozenset[str]] = {}
-    for scope, cases in scopes_of(summary.cases).items():
+    for scope, cases in scopes_of(case for case in summary.cases if case.name in ran).items():
         if cases not in told.values():
             told[scope] = cases
     return told
@@ -474,8 +475,7 @@ def _conditions(case: CaseSummary) -> str:
         told.append("first tokens seen")
     speeds = " or ".join(f"{speed:,.0f}" for speed in case.prefill_tokens_per_s)
     told.append(
-        f"prefill {speeds} tokens/s, where pickers that nobody told believe "
-        f"{case.believed_prefill_tokens_per_s:,.0f}"
+        f"prefill at {speeds} tokens/s (pickers believe {case.believed_prefill_tokens_per_s:,.0f})"
     )
     held = " A hold-out." if case.hold_out else ""
     return f"{what}: {', '.join(told)}.{held}"

@@ -282,15 +282,13 @@ def _unusual_at(rate_per_s: float) -> Workload:
 
 _UNUSUAL: Final = _unusual_at(20.0)
 """The same for hold-outs."""
-_MOONCAKE_HELD: Final = _open(
-    replace(
-        _MOONCAKE_CONVERSATION,
-        own=_lognormal(10_000, 12_000, 500, 90_000),
-        turns=_lognormal(5, 4, 1, 20),
-        question=_lognormal(800, 1200, 20, 20_000),
-    ),
-    1.4,
+_MOONCAKE_LONGER: Final = replace(
+    _MOONCAKE_CONVERSATION,
+    own=_lognormal(10_000, 12_000, 500, 90_000),
+    turns=_lognormal(5, 4, 1, 20),
+    question=_lognormal(800, 1200, 20, 20_000),
 )
+_MOONCAKE_HELD: Final = _open(_MOONCAKE_LONGER, 1.4)
 
 _PUBLISHED: Final = (
     Case(
@@ -570,7 +568,7 @@ _NOT_AS_BELIEVED: Final = tuple(
         Case(
             name="unchunked-held",
             says="long contexts, and no prompt is cut: answers wait for whole prompts",
-            workload=_MOONCAKE_HELD,
+            workload=_open(_MOONCAKE_LONGER, 4.0),
             pods=6,
             engines="whole prompts",
         ),

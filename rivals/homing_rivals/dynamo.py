@@ -1,6 +1,12 @@
 """NVIDIA Dynamo's KV router: blocks to prefill plus blocks that run, or two tiers of rules.
 
 Sources: ai-dynamo/dynamo 1.6, `lib/kv-router` and `lib/router-plugins`.
+
+Left out: its queue. While every worker has more than `router_queue_threshold` (16) times its
+`max_num_batched_tokens` (8,192) uncached tokens to prefill, Dynamo keeps requests in the router, first
+come first served, and chooses when a worker falls below. Here a plugin chooses at once: a queue would
+need requests that wait for load to fall before they are matched. And its filter by adapter, over a
+table of which worker is to have which that the frontend keeps.
 """
 
 import math

@@ -189,6 +189,10 @@ def behind_part(summary: LeaderboardSummary) -> Part:
         says = f"Of the {len(cases)} cases these are all in which it is {which}, in {measures}."
         counted = [f"{label} {sum(row[0] == label for row in rows)}" for label in _JUDGED.values()]
         says += f" Cases: {', '.join(counted)}."
+    mine = [row for row in summary.rows if row.strategy == _first(summary)]
+    lost = [row.case for row in mine if not row.in_the_running]
+    if lost:
+        says += f" It lost too many requests to be in the running in {', '.join(lost)}."
     return Part(title=f"Where {_first(summary)} is behind", says=says, rows=rows)
 
 

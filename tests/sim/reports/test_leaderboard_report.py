@@ -165,6 +165,15 @@ def test_where_the_first_is_behind_is_told(summary):
     assert "In none of the 2 cases it is not within" in leaderboard_report(summary)
 
 
+def test_where_the_first_lost_requests_is_told(summary):
+    """It would look quick by what it did not answer."""
+    assert "lost too many requests" not in leaderboard_report(summary)
+    summary.strategies.insert(0, summary.strategies.pop(3))
+    behind = under(leaderboard_report(summary), "Where loses is behind")
+    assert "In none of the 3 cases" in behind
+    assert "It lost too many requests to be in the running in one." in behind
+
+
 def test_the_page_draws_distances_and_ladders(summary):
     """The farther from the best the darker; charts over what cases differ by."""
     page = leaderboard_page(summary)

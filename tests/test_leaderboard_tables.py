@@ -116,7 +116,9 @@ def test_a_board_that_is_not_whole_is_refused(summary, results, tmp_path, capsys
         main([partly])
     assert ended.value.code == 2
     assert "expected a complete board" in capsys.readouterr().err
-    with pytest.raises(NoBoardError, match=r"absent/summary\.json: expected the summary of a board"):
+    with pytest.raises(
+        NoBoardError, match=r"absent/summary\.json: expected the summary of a board"
+    ):
         board_in(tmp_path / "absent")
     assert results.read_bytes() == before
 

@@ -2,7 +2,8 @@
 
 A page tells the state of its pod, which changes only when something happens to the pod. So nothing
 is done at the instant of a scrape: before a pod changes, and before a picker decides, the scrapes
-since are caught up with, and of several that nobody read in between only the last is done.
+since are caught up with, and of several that nobody read in between only the last is done. What
+pickers learn from one page to the next they learn of pages that are further apart then.
 """
 
 from collections import deque

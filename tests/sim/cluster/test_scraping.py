@@ -133,29 +133,43 @@ def test_a_stopped_scraper_is_told_nothing():
     assert pod.scrapers == []
 
 
+RESTARTED = (Fault(kind=FaultKind.RESTART, at_s=2.0, pod=1, duration_s=1.5, factor=1.0),)
+
+
+def measured(given_all, *, eagerly, **settings):
+    """All that was measured, with a picker that is told of every page when it is read, or not."""
+    measures = Measures(Targets())
+    one = cluster(given_all, replicas=2, ended=measures.add, **settings)
+
+    def look() -> None:
+        for replica in range(2):
+            one.pickers.read_pages(replica)
+
+    one.run(look if eagerly else None)
+    return measures
+
+
 @pytest.mark.parametrize("delay_s", [0.001, 0.5])
-@pytest.mark.parametrize("faults", [(), (Fault(
-    kind=FaultKind.RESTART, at_s=2.0, pod=1, duration_s=1.5, factor=1.0),)])  # fmt: skip
-def test_looking_at_every_event_changes_nothing(monkeypatch, delay_s, faults):
-    """A picker that is told of every page when it is read decides the same."""
+@pytest.mark.parametrize("faults", [(), RESTARTED])
+@pytest.mark.parametrize(
+    ("policy", "rate"),
+    [
+        pytest.param("weighted-scores", 3.0, id="by the last page"),
+        pytest.param("default", 60.0, id="by every page"),
+    ],
+)
+def test_looking_at_every_event_changes_nothing(delay_s, faults, policy, rate):
+    """A picker that is told of every page when it is read decides the same.
+
+    What is learnt from page to page is the same where somebody looks as often as there are pages.
+    """
     turns = [
-        arrival(300 + at, time_s=at, after=at, think_s=at % 7, session="s") for at in range(30)
+        arrival(9_000 + at, time_s=at, after=at, think_s=at % 7, session="s") for at in range(30)
     ]
-    given_all = sorted([*arrivals(120, rate=3.0), *turns], key=lambda one: one.time_s)
-    digests = set()
-    for eagerly in (False, True):
-        measures = Measures(Targets())
-        one = cluster(
-            given_all, replicas=2, scrape_delay_s=delay_s, faults=faults, ended=measures.add
-        )
-
-        def look(one: Cluster = one) -> None:
-            for replica in range(2):
-                one.pickers.read_pages(replica)
-
-        one.run(look if eagerly else None)
-        digests.add(measures.digest)
-    assert len(digests) == 1
+    given_all = sorted([*arrivals(120, rate=rate), *turns], key=lambda one: one.time_s)
+    settings = {"policy": policy, "scrape_delay_s": delay_s, "faults": faults}
+    lazily = measured(given_all, eagerly=False, **settings)
+    assert lazily.digest == measured(given_all, eagerly=True, **settings).digest
 
 
 def test_pages_reach_the_picker_in_the_order_of_the_scrapes():

@@ -59,6 +59,8 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     """At least `max_num_seqs`, as vLLM demands it, or ValueError."""
     max_loras: int = 0
     """Adapter slots; 0: LoRA is off."""
+    chunked_prefill: bool = True
+    """False: a prompt is computed in one pass, and waits, as all behind it, for one with room."""
 
     def __post_init__(self) -> None:
         if self.blocks_total < 2:
@@ -73,6 +75,13 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     def kv_tokens(self) -> int:
         """What the usable blocks hold."""
         return (self.blocks_total - 1) * self.block_size_tokens
+
+    @property
+    def request_tokens_max(self) -> int:
+        """Prompt and answer of one request: preempted, all of it is a prompt."""
+        if self.chunked_prefill:
+            return self.kv_tokens
+        return min(self.kv_tokens, self.max_num_batched_tokens)
 
 
 class EngineSnapshot(Struct, frozen=True, kw_only=True):
@@ -178,7 +187,8 @@ class Engine:
         self._partial: EngineRequest | None = None
         """The running request whose prompt is not computed yet: the youngest. All others decode."""
         self._blocked_on: int | None = None
-        """The first key that the cache lacks of the request for which there are too few blocks."""
+        """The first key that the cache lacks of the request for which there are too few blocks, or for
+        whose whole prompt a pass has too little room."""
         self._passes_done = 0
         self._context_tokens = 0
         """Known tokens of all that decode."""
@@ -214,6 +224,11 @@ class Engine:
             raise ValueError(
                 f"Request {request.request_id} needs {needed} tokens of KV cache, the engine has "
                 f"{self.settings.kv_tokens}."
+            )
+        if needed > self.settings.request_tokens_max:
+            raise ValueError(
+                f"Request {request.request_id} has {needed} tokens, the engine computes prompts whole "
+                f"and {self.settings.max_num_batched_tokens} tokens a pass."
             )
         if request.adapter and not self.settings.max_loras:
             raise ValueError(
@@ -444,6 +459,7 @@ class Engine:
     ) -> None:
         size = self.settings.block_size_tokens
         active = self._adapters_running
+        whole_prompts = not self.settings.chunked_prefill
         passed_over: list[EngineRequest] = []
         while self.waiting and budget and len(self.running) < self.settings.max_num_seqs:
             request = self.waiting[0]
@@ -454,7 +470,9 @@ class Engine:
             known = request.known_tokens
             chain, ends = request.chain, request.chain_ends
             hit, hit_free = self.pool.match(chain, ends, (known - 1) // size)
-            if -(-known // size) - hit + hit_free > self.pool.blocks_free:
+            if -(-known // size) - hit + hit_free > self.pool.blocks_free or (
+                whole_prompts and known - hit * size > budget
+            ):
                 self._blocked_on = next(
                     (key for key, end in zip(chain, ends, strict=True) if end > hit), None
                 )

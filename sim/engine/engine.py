@@ -28,7 +28,7 @@ found by it.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate, chain
 from math import sqrt
@@ -159,6 +159,7 @@ class Engine:
         """`cache`: None is vLLM's, the blocks of the pool."""
         self.settings = settings
         self.profile = profile
+        self._pass_s: Callable[[StepWork], Seconds] = profile.step_s
         self.cache = cache
         blocks_total = settings.blocks_total
         self.pool = BlockPool(blocks_total) if cache is None else cache.pool(blocks_total)
@@ -364,18 +365,22 @@ class Engine:
     def check(self) -> None:
         """AssertionError if the books of blocks and requests do not agree."""
         self.pool.check()
-        size = self.settings.block_size_tokens
         decoding = [request for request in self.running if request is not self._partial]
         if self._pending is None:
-            assert sum(len(phase) for phase in self._phases) == len(decoding)
-            known = sum(request.lead + self._passes_done for request in decoding)
-            assert known == self._context_tokens, "the context is that of all that decode"
-            for request in decoding:
-                computed = request.lead + self._passes_done - 1
-                assert request.holding.blocks == -(-computed // size), "blocks for all tokens"
+            self._check_decoding(decoding)
         assert not any(request.holding.blocks for request in self.waiting), "who waits holds none"
         held = sum(request.holding.blocks for request in self.running)
         assert held == self.pool.blocks_used + self.pool.duplicate_blocks, "all holders run"
+
+    def _check_decoding(self, decoding: list[EngineRequest]) -> None:
+        """Between two passes."""
+        size = self.settings.block_size_tokens
+        assert sum(len(phase) for phase in self._phases) == len(decoding)
+        known = sum(request.lead + self._passes_done for request in decoding)
+        assert known == self._context_tokens, "the context is that of all that decode"
+        for request in decoding:
+            computed = request.lead + self._passes_done - 1
+            assert request.holding.blocks == -(-computed // size), "blocks for all tokens"
 
     def _begin_pass(self, now: Seconds) -> _Pending | None:
         assert self._pending is None, "the last step has ended"
@@ -401,7 +406,7 @@ class Engine:
             work=work,
             admitted=admitted,
             chunks=chunks,
-            first_s=self.profile.step_s(work) * slowness,
+            first_s=self._pass_s(work) * slowness,
             growth_s=self.profile.decode_s_per_context_token * work.decodes * slowness,
         )
         return self._pending
@@ -656,7 +661,11 @@ class Engine:
         request.last_token_at = at
         if request.finished:
             self._leave(request)
-            return
+        else:
+            self._decode(request)
+
+    def _decode(self, request: EngineRequest) -> None:
+        """A request gets a token each pass from now on."""
         size = self.settings.block_size_tokens
         request.lead = request.known_tokens - self._passes_done
         request.due = self._passes_done + request.output_tokens - request.generated_tokens

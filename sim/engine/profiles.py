@@ -70,6 +70,10 @@ class StepWork(Struct):
     """Sum of n*c + n*n/2 over the chunks: n tokens after c tokens of context."""
     sequences: int = 0
     """Requests that get a token."""
+    drafts: int = 0
+    """Drafted tokens that are verified; they are among `tokens`."""
+    drafts_accepted: int = 0
+    """Of them: tokens that requests get besides the one of `sequences`."""
     with_adapter: bool = False
     adapters_loaded: int = 0
     restore_s: float = 0.0

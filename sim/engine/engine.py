@@ -218,6 +218,16 @@ class Engine:
         """Of the step that has begun; 0: none has."""
         return self._pending.passes if self._pending else 0
 
+    @property
+    def tokens_begun(self) -> int:
+        """What the first pass of the step that has begun computes; 0: none has."""
+        return self._pending.work.tokens if self._pending else 0
+
+    @property
+    def leaving(self) -> set[str]:
+        """Who was aborted in the step that has begun, and goes at its end."""
+        return {request.request_id for request in self._aborted}
+
     def submit(self, request: EngineRequest, now: Seconds) -> None:
         """Queue `request`. ValueError if it can never fit; then nothing has changed."""
         needed = request.prompt_tokens + request.output_tokens
@@ -303,6 +313,13 @@ class Engine:
         pending = self._pending
         if pending is not None:
             pending.passes = pending.passes_begun(now - pending.started_at)
+
+    def wait_for(self, duration_s: Seconds) -> None:
+        """The pass that has begun, a step of its own, takes so long: it waits for other engines."""
+        pending = self._pending
+        assert pending is not None, "a step has begun"
+        assert pending.passes == 1, "others are waited for in each pass"
+        pending.first_s = duration_s
 
     def end(self) -> Step:
         """The step that has begun is over: what came out of it."""

@@ -11,9 +11,12 @@ from sim.caches.behaviour import CacheBehaviour
 from sim.cluster.event_log import EventLog
 from sim.cluster.loop import Loop
 from sim.engine.engine import Engine, EngineSettings, Step
+from sim.engine.features import Feature, Ranks, Speculative, WholePrompts
 from sim.engine.profiles import Profile
 from sim.engine.prompt_cache import PromptCache
+from sim.engine.ranks import RankedEngine
 from sim.engine.request import EngineRequest
+from sim.engine.speculative_engine import SpeculativeEngine
 
 _PORT: Final = 8000
 
@@ -29,6 +32,8 @@ class PodKind(Struct, frozen=True, kw_only=True):
     """Its passes take so many times less than the profile says."""
     cache: CacheBehaviour | None = None
     """How it keeps prompts; None: as vLLM does."""
+    features: tuple[Feature, ...] = ()
+    """With which its engine was started: `engine` has what follows from them."""
 
     @classmethod
     def of(
@@ -40,23 +45,31 @@ class PodKind(Struct, frozen=True, kw_only=True):
         labels: Mapping[str, str] = MappingProxyType({}),
         speed: float = 1.0,
         cache: CacheBehaviour | None = None,
+        features: tuple[Feature, ...] = (),
     ) -> "PodKind":
-        """The engine that `vllm serve` starts on that card without further options.
+        """The engine that `vllm serve` starts on that card with these `features` alone.
 
         With another `cache` it has that in the place of vLLM's.
         """
         kv_tokens = profile.kv_tokens if cache is None else cache.kv_tokens(profile)
+        whole_prompts = WholePrompts() in features
+        batched_tokens = profile.max_num_batched_tokens
+        if whole_prompts:
+            # As vLLM does, or a prompt as long as the model allows would never fit.
+            batched_tokens = max(batched_tokens, profile.max_model_len_tokens)
         return cls(
             profile=profile,
             labels=dict(labels),
             speed=speed,
             cache=cache,
+            features=features,
             engine=EngineSettings(
                 blocks_total=kv_tokens // block_size_tokens + 1,
                 block_size_tokens=block_size_tokens,
                 max_num_seqs=profile.max_num_seqs,
-                max_num_batched_tokens=profile.max_num_batched_tokens,
+                max_num_batched_tokens=batched_tokens,
                 max_loras=max_loras,
+                chunked_prefill=not whole_prompts,
             ),
         )
 
@@ -64,14 +77,29 @@ class PodKind(Struct, frozen=True, kw_only=True):
     def request_tokens_max(self) -> int:
         """How long prompt and answer of a request may be together, for its KV cache."""
         if self.cache is None:
-            return self.engine.kv_tokens
-        return self.cache.request_tokens_max(self.engine)
+            return self.engine.request_tokens_max
+        return min(self.cache.request_tokens_max(self.engine), self.engine.request_tokens_max)
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """With steps as long as its engine makes them."""
+        """With steps as long as its engine makes them, all ranks together."""
         tokens = min(self.engine.max_num_batched_tokens, self.profile.max_model_len_tokens)
-        return self.profile.prefill_tokens_per_s(tokens)
+        if not self.engine.chunked_prefill:
+            # Passes are as long as prompts are: the longest that the model allows tells of none.
+            tokens = min(tokens, self.profile.max_num_batched_tokens)
+        return self.profile.prefill_tokens_per_s(tokens) * self.ranks
+
+    @property
+    def ranks(self) -> int:
+        """Engines of a pod."""
+        return next((one.count for one in self.features if isinstance(one, Ranks)), 1)
+
+    def open_rank(self, cache: PromptCache | None) -> Engine:
+        """One of its engines, with nothing in it."""
+        speculative = (one for one in self.features if isinstance(one, Speculative))
+        for one in speculative:
+            return SpeculativeEngine(self.engine, self.profile, one.speculation(), cache)
+        return Engine(self.engine, self.profile, cache)
 
 
 class Scraper(Protocol):
@@ -129,7 +157,7 @@ class SimulatedPod:
         self._loop = loop
         self._stepped = stepped
         self._frozen: EndpointMetrics | None = None
-        self._cache: PromptCache | None = None
+        self._caches: list[PromptCache | None] = [None] * kind.ranks
         self._start()
 
     def __repr__(self) -> str:
@@ -229,13 +257,20 @@ class SimulatedPod:
     def _start(self) -> None:
         kind = self.kind
         if kind.cache is not None:
-            self._cache = kind.cache.open(kind.profile, kind.engine, self._cache)
-        self.engine = Engine(kind.engine, kind.profile, self._cache)
+            self._caches = [
+                kind.cache.open(kind.profile, kind.engine, before) for before in self._caches
+            ]
+        self.ranks = [kind.open_rank(cache) for cache in self._caches]
+        """The engines of its process, one unless its kind has more."""
+        self.engine: Engine | RankedEngine = (
+            self.ranks[0] if len(self.ranks) == 1 else RankedEngine(self.ranks)
+        )
         self.engine.slowness = self._slowness
         if self._tells:
             self.events = EventLog(kind.engine.block_size_tokens)
-            self.engine.pool.watcher = self.events
-            self.engine.pass_by_pass = True
+            for rank in self.ranks:
+                rank.pool.watcher = self.events
+                rank.pass_by_pass = True
         self._show()
         self._started_at = self._loop.now
         self._requests = 0
@@ -284,7 +319,8 @@ class SimulatedPod:
         if self.events is not None:
             self.events.end_step(self._loop.now)
         self._due = None
-        self.leaving.clear()
+        if self.leaving:
+            self.leaving = self.engine.leaving
         self._show()
         self._stepped(self, step)
         self._follow()
@@ -307,7 +343,7 @@ class SimulatedPod:
             kv_cache_usage=usage,
             adapters=self._shown_adapters,
             block_size_tokens=settings.block_size_tokens,
-            blocks_total=settings.blocks_total,
+            blocks_total=settings.blocks_total * len(self.ranks),
             process_started_at_s=self._started_at,
             requests_total=self._requests,
             cache_queried_tokens=self._queried_tokens,

@@ -141,7 +141,7 @@ class Run:
         pods = self.settings.cluster.pods
         hits = Hits(
             pods=len(pods),
-            kv_tokens=pods[0].engine.kv_tokens,
+            kv_tokens=pods[0].engine.kv_tokens * pods[0].ranks,
             seed=self.settings.seed,
             placements=(RANDOM, AFFINITY),
             together=False,

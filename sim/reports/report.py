@@ -56,6 +56,8 @@ _CONDITIONS: Final = {
     "profiles": "pods by profile",
     "max_loras": "adapter slots of a pod",
     "caches": "how pods keep prompts",
+    "engines": "pods by what engines do besides",
+    "engine_evidence": "what that was checked against",
     "replicas": "pickers",
     "assignment": "requests reach pickers",
     "peer_delay_s": "one picker hears another after",

@@ -7,7 +7,8 @@ from typing import Any, Final, Protocol
 from msgspec import Struct, field
 
 from epp.core.types import AdapterReport, Endpoint, EndpointMetrics, MetricsTarget, Seconds
-from sim.caches.behaviour import CacheBehaviour
+from sim.caches.behaviour import CacheBehaviour, Stores
+from sim.caches.offload import OffloadedBlocks
 from sim.cluster.event_log import EventLog
 from sim.cluster.loop import Loop
 from sim.engine.engine import Engine, EngineSettings, Step
@@ -19,6 +20,8 @@ from sim.engine.request import EngineRequest
 from sim.engine.speculative_engine import SpeculativeEngine
 
 _PORT: Final = 8000
+_DEVICE_TIER: Final = "device"
+"""As `EndpointMetrics.tier_hit_tokens` has it."""
 
 
 class PodKind(Struct, frozen=True, kw_only=True):
@@ -130,8 +133,9 @@ class SimulatedPod:
         stepped: Callable[["SimulatedPod", Step], None],
         *,
         tells: bool = False,
+        stores: Stores | None = None,
     ) -> None:
-        """`tells`: it publishes KV events, step by step."""
+        """`tells`: it publishes KV events, step by step. `stores`: what it has in common with others."""
         self.number = number
         self.events: EventLog | None = None
         """What the process has published that runs or ran last; None: none does."""
@@ -157,6 +161,9 @@ class SimulatedPod:
         self._loop = loop
         self._stepped = stepped
         self._frozen: EndpointMetrics | None = None
+        self._stores: Stores = {} if stores is None else stores
+        self._tier_tokens_before: Mapping[str, float] = {}
+        """By the processes before."""
         self._caches: list[PromptCache | None] = [None] * kind.ranks
         self._start()
 
@@ -198,6 +205,12 @@ class SimulatedPod:
     @property
     def waiting(self) -> int:
         return len(self.engine.waiting)
+
+    @property
+    def tier_tokens(self) -> Mapping[str, float] | None:
+        """Tier -> prompt tokens found there, by all its processes; None: it has the GPU's alone."""
+        told = self._tier_tokens()
+        return None if told is None else _summed(self._tier_tokens_before, told)
 
     def submit(self, request: EngineRequest) -> None:
         """Put `request` into the engine's queue. ValueError if it can never fit."""
@@ -249,6 +262,7 @@ class SimulatedPod:
         """A new process in the same pod: same name and address, an empty cache."""
         self._catch_up()
         self.restarts += 1
+        self._tier_tokens_before = self.tier_tokens or {}
         self.alive = True
         self.draining = False
         self.returns = False
@@ -258,8 +272,10 @@ class SimulatedPod:
         kind = self.kind
         if kind.cache is not None:
             self._caches = [
-                kind.cache.open(kind.profile, kind.engine, before) for before in self._caches
+                kind.cache.open_in(self._stores, kind.profile, kind.engine, before)
+                for before in self._caches
             ]
+        self._offloaded = [cache for cache in self._caches if isinstance(cache, OffloadedBlocks)]
         self.ranks = [kind.open_rank(cache) for cache in self._caches]
         """The engines of its process, one unless its kind has more."""
         self.engine: Engine | RankedEngine = (
@@ -331,6 +347,15 @@ class SimulatedPod:
             self._queried_tokens += request.prompt_tokens
             self._hit_tokens += request.cached_tokens
 
+    def _tier_tokens(self) -> Mapping[str, float] | None:
+        """Those of the process that runs."""
+        if not self._offloaded:
+            return None
+        told: Mapping[str, float] = {}
+        for cache in self._offloaded:
+            told = _summed(told, cache.hit_tokens)
+        return {_DEVICE_TIER: self._hit_tokens - sum(told.values()), **told}
+
     def _metrics(self, at: Seconds) -> EndpointMetrics:
         usage = self._shown_usage
         if self.engine.passes > 1:
@@ -348,6 +373,12 @@ class SimulatedPod:
             requests_total=self._requests,
             cache_queried_tokens=self._queried_tokens,
             cache_hit_tokens=self._hit_tokens,
+            tier_hit_tokens=self._tier_tokens(),
             ttft_count=self._shown_first_tokens,
             first_outputs_total=self._shown_first_tokens,
         )
+
+
+def _summed(some: Mapping[str, float], others: Mapping[str, float]) -> Mapping[str, float]:
+    """Both together, by the names of `others`, which has those of `some`."""
+    return {name: some.get(name, 0.0) + tokens for name, tokens in others.items()}

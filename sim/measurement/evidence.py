@@ -3,11 +3,14 @@
 from collections.abc import Mapping
 from typing import Final
 
+from sim.caches.offload import Offload
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.features import Ranks, Speculative, WholePrompts
 
 EXPERTS: Final = "expert-curve"
 """`expert_s` of a profile, by name."""
+SHARED: Final = f"{Offload.type_name}-shared"
+"""The tier of `Offload` that all pods have together, by name."""
 
 EVIDENCE: Final[Mapping[str, str]] = {
     WholePrompts.type_name: (
@@ -28,6 +31,11 @@ EVIDENCE: Final[Mapping[str, str]] = {
         "unchecked: the curve is yours, and that a pass waits for its slowest rank is taken from vLLM's "
         "design"
     ),
+    Offload.type_name: (
+        "unchecked: hits follow from sizes and transfers from bytes and speed, no recording of them is at "
+        "hand; vLLM loads while others compute, here they wait"
+    ),
+    SHARED: "unchecked: stores are at hand at once and readers do not slow each other down",
 }
 """Name -> a sentence that begins with "unchecked" where nothing was checked."""
 
@@ -37,4 +45,8 @@ def features_used(kind: PodKind) -> list[str]:
     used = {feature.type_name for feature in kind.features}
     if kind.profile.expert_s:
         used.add(EXPERTS)
+    if isinstance(kind.cache, Offload):
+        used.add(kind.cache.type_name)
+        if kind.cache.shared_bytes:
+            used.add(SHARED)
     return [name for name in EVIDENCE if name in used]

@@ -36,7 +36,9 @@ def kind(name, *, blocks_total=None, cache="vllm"):
     return structs.replace(made, engine=structs.replace(made.engine, blocks_total=blocks_total))
 
 
-@pytest.mark.parametrize("cache", ["vllm", "lmcache-cpu:memory_bytes=300000000"])
+@pytest.mark.parametrize(
+    "cache", ["vllm", "offload:memory_bytes=300000000,shared_bytes=1000000000"]
+)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_pool_of_such_pods_answers_everything(name, cache):
     """Under load and short of memory, whoever leaves; the books agree after every event."""

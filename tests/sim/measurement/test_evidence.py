@@ -5,10 +5,11 @@ import json
 from msgspec import structs
 
 from sim.__main__ import main
+from sim.caches.names import cache_named
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.features import FEATURES, features_named
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
-from sim.measurement.evidence import EVIDENCE, EXPERTS, features_used
+from sim.measurement.evidence import EVIDENCE, EXPERTS, SHARED, features_used
 
 PROFILE = find_profile(DEFAULT_PROFILE)
 ALL = ("whole-prompts", "speculative:acceptance=0.7/0.4", "ranks:count=2")
@@ -20,7 +21,7 @@ TRACE = (
 
 def test_each_feature_has_an_entry():
     """One sentence, without a full stop, for a list."""
-    assert {*FEATURES, EXPERTS} == set(EVIDENCE)
+    assert {*FEATURES, EXPERTS, SHARED, "offload"} == set(EVIDENCE)
     for told in EVIDENCE.values():
         assert "checked" in told
         assert not told.endswith(".")
@@ -29,9 +30,11 @@ def test_each_feature_has_an_entry():
 def test_a_pod_uses_what_it_is_told():
     """All of it, and the usual pod nothing."""
     assert features_used(PodKind.of(PROFILE)) == []
+    assert features_used(PodKind.of(PROFILE, cache=cache_named("offload"))) == ["offload"]
     everything = PodKind.of(
         structs.replace(PROFILE, expert_tokens=(1, 1000), expert_s=(0.001, 0.002)),
         features=features_named(ALL),
+        cache=cache_named("offload:shared_bytes=1000000000"),
     )
     assert features_used(everything) == list(EVIDENCE)
 

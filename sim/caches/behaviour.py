@@ -1,7 +1,7 @@
 """What a way to keep prompts is made of, and what all but one of them share."""
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Final, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, TypeAlias
 
 from msgspec import Meta, Struct
 
@@ -22,6 +22,8 @@ BytesPerSecond: TypeAlias = Annotated[float, Meta(ge=1e6, le=1e15)]
 Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=10**9)]
 Slots: TypeAlias = Annotated[int, Meta(ge=1, le=1024)]
 """Of parameters: nobody means what is outside."""
+Stores: TypeAlias = dict[str, Any]
+"""What the pods of a pool have in common, by a name that says what fits together."""
 
 
 class CacheBehaviour(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,6 +43,16 @@ class CacheBehaviour(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         The profile knows its `kv_bytes_per_token`.
         """
         raise NotImplementedError
+
+    def open_in(
+        self,
+        stores: Stores,
+        profile: Profile,
+        settings: EngineSettings,
+        before: PromptCache | None,
+    ) -> PromptCache:
+        """As `open`, among pods that have `stores` in common."""
+        return self.open(profile, settings, before)
 
     def kv_tokens(self, profile: Profile) -> int:
         """What is left of the engine's KV cache for the requests that run."""

@@ -13,6 +13,7 @@ from sim.caches.kronk_spc import KronkSpc
 from sim.caches.lmcache_cpu import LmcacheCpu
 from sim.caches.mlx_disk import MlxDisk
 from sim.caches.mlx_memory import MlxMemory
+from sim.caches.offload import Offload
 from sim.caches.ruvllm_faithful import RuvllmFaithful
 from sim.caches.ruvllm_fixed import RuvllmFixed
 from sim.engine.profiles import Profile
@@ -31,6 +32,7 @@ BEHAVIOURS: Final[Mapping[str, type[CacheBehaviour]]] = {
         MlxMemory,
         MlxDisk,
         LmcacheCpu,
+        Offload,
     )
 }
 NAMES: Final = (VLLM, *BEHAVIOURS)

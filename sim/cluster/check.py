@@ -21,12 +21,13 @@ def no_block_used_twice(cluster: Cluster) -> None:
 def free_and_used_are_all(cluster: Cluster) -> None:
     """Free and used blocks together are all blocks but the reserved one."""
     for pod in cluster.pods:
-        pool = pod.engine.pool
-        assert pool.blocks_free >= 0, f"{pod.name}: {pool.blocks_free} free blocks"
-        holdings = [request.holding for request in pod.engine.running]
-        used = sum(holding.blocks for holding in holdings) - pool.duplicate_blocks
-        both = pool.blocks_free + used
-        assert both == pool.blocks_usable, f"{pod.name}: {both} of {pool.blocks_usable} blocks"
+        for rank in pod.ranks:
+            pool = rank.pool
+            assert pool.blocks_free >= 0, f"{pod.name}: {pool.blocks_free} free blocks"
+            holdings = [request.holding for request in rank.running]
+            used = sum(holding.blocks for holding in holdings) - pool.duplicate_blocks
+            both = pool.blocks_free + used
+            assert both == pool.blocks_usable, f"{pod.name}: {both} of {pool.blocks_usable} blocks"
 
 
 def no_request_lost(cluster: Cluster) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from epp.core.types import Endpoint, Seconds
+from sim.caches.behaviour import Stores
 from sim.cluster.loop import Loop
 from sim.cluster.pod_count import PodCount
 from sim.cluster.settings import TICK_S, ClusterSettings
@@ -38,6 +39,7 @@ class Pods:
         self._pods: list[SimulatedPod] = []
         self._by_endpoint: dict[str, SimulatedPod] = {}
         self._expected = 0
+        self._stores: Stores = {}
         for kind in settings.pods:
             self._add(kind)
         self._count()
@@ -54,6 +56,14 @@ class Pods:
     def at(self, endpoint: Endpoint) -> SimulatedPod:
         """The pod that was announced as `endpoint`."""
         return self._by_endpoint[endpoint.endpoint_id]
+
+    def tier_tokens(self) -> dict[str, float] | None:
+        """Tier -> prompt tokens found there, by all pods; None: all have the GPU's alone."""
+        told: dict[str, float] = {}
+        for pod in self._pods:
+            for tier, tokens in (pod.tier_tokens or {}).items():
+                told[tier] = told.get(tier, 0.0) + tokens
+        return told or None
 
     def announced(self) -> list[SimulatedPod]:
         """Those of which discovery tells."""
@@ -135,7 +145,9 @@ class Pods:
         # As uids of real pods, other ones each time: what is placed by a hash of them is placed by luck.
         uid = f"pod-{number}.{self._seed}"
         tells = self._settings.kv_events is not None
-        pod = SimulatedPod(number, uid, kind, self._loop, self._stepped, tells=tells)
+        pod = SimulatedPod(
+            number, uid, kind, self._loop, self._stepped, tells=tells, stores=self._stores
+        )
         self._pods.append(pod)
         self._by_endpoint[pod.endpoint.endpoint_id] = pod
 

@@ -7,15 +7,21 @@ from typing import Any, Final, Protocol
 from msgspec import Struct, field
 
 from epp.core.types import AdapterReport, Endpoint, EndpointMetrics, MetricsTarget, Seconds
-from sim.caches.behaviour import CacheBehaviour
+from sim.caches.behaviour import CacheBehaviour, Stores
+from sim.caches.offload import OffloadedBlocks
 from sim.cluster.event_log import EventLog
 from sim.cluster.loop import Loop
 from sim.engine.engine import Engine, EngineSettings, Step
+from sim.engine.features import Feature, Ranks, Speculative, WholePrompts
 from sim.engine.profiles import Profile
 from sim.engine.prompt_cache import PromptCache
+from sim.engine.ranks import RankedEngine
 from sim.engine.request import EngineRequest
+from sim.engine.speculative_engine import SpeculativeEngine
 
 _PORT: Final = 8000
+_DEVICE_TIER: Final = "device"
+"""As `EndpointMetrics.tier_hit_tokens` has it."""
 
 
 class PodKind(Struct, frozen=True, kw_only=True):
@@ -30,7 +36,9 @@ class PodKind(Struct, frozen=True, kw_only=True):
     cache: CacheBehaviour | None = None
     """How it keeps prompts; None: as vLLM does."""
     advertised_blocks: int | None = None
-    """Blocks of its KV cache by its page; None: as many as there are."""
+    """Blocks of the KV cache of an engine by its page; None: as many as there are."""
+    features: tuple[Feature, ...] = ()
+    """With which its engine was started: `engine` has what follows from them."""
 
     @classmethod
     def of(
@@ -42,23 +50,31 @@ class PodKind(Struct, frozen=True, kw_only=True):
         labels: Mapping[str, str] = MappingProxyType({}),
         speed: float = 1.0,
         cache: CacheBehaviour | None = None,
+        features: tuple[Feature, ...] = (),
     ) -> "PodKind":
-        """The engine that `vllm serve` starts on that card without further options.
+        """The engine that `vllm serve` starts on that card with these `features` alone.
 
         With another `cache` it has that in the place of vLLM's.
         """
         kv_tokens = profile.kv_tokens if cache is None else cache.kv_tokens(profile)
+        whole_prompts = WholePrompts() in features
+        batched_tokens = profile.max_num_batched_tokens
+        if whole_prompts:
+            # As vLLM does, or a prompt as long as the model allows would never fit.
+            batched_tokens = max(batched_tokens, profile.max_model_len_tokens)
         return cls(
             profile=profile,
             labels=dict(labels),
             speed=speed,
             cache=cache,
+            features=features,
             engine=EngineSettings(
                 blocks_total=kv_tokens // block_size_tokens + 1,
                 block_size_tokens=block_size_tokens,
                 max_num_seqs=profile.max_num_seqs,
-                max_num_batched_tokens=profile.max_num_batched_tokens,
+                max_num_batched_tokens=batched_tokens,
                 max_loras=max_loras,
+                chunked_prefill=not whole_prompts,
             ),
         )
 
@@ -66,14 +82,29 @@ class PodKind(Struct, frozen=True, kw_only=True):
     def request_tokens_max(self) -> int:
         """How long prompt and answer of a request may be together, for its KV cache."""
         if self.cache is None:
-            return self.engine.kv_tokens
-        return self.cache.request_tokens_max(self.engine)
+            return self.engine.request_tokens_max
+        return min(self.cache.request_tokens_max(self.engine), self.engine.request_tokens_max)
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """With steps as long as its engine makes them."""
+        """With steps as long as its engine makes them, all ranks together."""
         tokens = min(self.engine.max_num_batched_tokens, self.profile.max_model_len_tokens)
-        return self.profile.prefill_tokens_per_s(tokens)
+        if not self.engine.chunked_prefill:
+            # Passes are as long as prompts are: the longest that the model allows tells of none.
+            tokens = min(tokens, self.profile.max_num_batched_tokens)
+        return self.profile.prefill_tokens_per_s(tokens) * self.ranks
+
+    @property
+    def ranks(self) -> int:
+        """Engines of a pod."""
+        return next((one.count for one in self.features if isinstance(one, Ranks)), 1)
+
+    def open_rank(self, cache: PromptCache | None) -> Engine:
+        """One of its engines, with nothing in it."""
+        speculative = (one for one in self.features if isinstance(one, Speculative))
+        for one in speculative:
+            return SpeculativeEngine(self.engine, self.profile, one.speculation(), cache)
+        return Engine(self.engine, self.profile, cache)
 
 
 class Scraper(Protocol):
@@ -104,8 +135,9 @@ class SimulatedPod:
         stepped: Callable[["SimulatedPod", Step], None],
         *,
         tells: bool = False,
+        stores: Stores | None = None,
     ) -> None:
-        """`tells`: it publishes KV events, step by step."""
+        """`tells`: it publishes KV events, step by step. `stores`: what it has in common with others."""
         self.number = number
         self.events: EventLog | None = None
         """What the process has published that runs or ran last; None: none does."""
@@ -131,7 +163,10 @@ class SimulatedPod:
         self._loop = loop
         self._stepped = stepped
         self._frozen: EndpointMetrics | None = None
-        self._cache: PromptCache | None = None
+        self._stores: Stores = {} if stores is None else stores
+        self._tier_tokens_before: Mapping[str, float] = {}
+        """By the processes before."""
+        self._caches: list[PromptCache | None] = [None] * kind.ranks
         self._start()
 
     def __repr__(self) -> str:
@@ -172,6 +207,12 @@ class SimulatedPod:
     @property
     def waiting(self) -> int:
         return len(self.engine.waiting)
+
+    @property
+    def tier_tokens(self) -> Mapping[str, float] | None:
+        """Tier -> prompt tokens found there, by all its processes; None: it has the GPU's alone."""
+        told = self._tier_tokens()
+        return None if told is None else _summed(self._tier_tokens_before, told)
 
     def submit(self, request: EngineRequest) -> None:
         """Put `request` into the engine's queue. ValueError if it can never fit."""
@@ -223,6 +264,7 @@ class SimulatedPod:
         """A new process in the same pod: same name and address, an empty cache."""
         self._catch_up()
         self.restarts += 1
+        self._tier_tokens_before = self.tier_tokens or {}
         self.alive = True
         self.draining = False
         self.returns = False
@@ -231,13 +273,22 @@ class SimulatedPod:
     def _start(self) -> None:
         kind = self.kind
         if kind.cache is not None:
-            self._cache = kind.cache.open(kind.profile, kind.engine, self._cache)
-        self.engine = Engine(kind.engine, kind.profile, self._cache)
+            self._caches = [
+                kind.cache.open_in(self._stores, kind.profile, kind.engine, before)
+                for before in self._caches
+            ]
+        self._offloaded = [cache for cache in self._caches if isinstance(cache, OffloadedBlocks)]
+        self.ranks = [kind.open_rank(cache) for cache in self._caches]
+        """The engines of its process, one unless its kind has more."""
+        self.engine: Engine | RankedEngine = (
+            self.ranks[0] if len(self.ranks) == 1 else RankedEngine(self.ranks)
+        )
         self.engine.slowness = self._slowness
         if self._tells:
             self.events = EventLog(kind.engine.block_size_tokens)
-            self.engine.pool.watcher = self.events
-            self.engine.pass_by_pass = True
+            for rank in self.ranks:
+                rank.pool.watcher = self.events
+                rank.pass_by_pass = True
         self._show()
         self._started_at = self._loop.now
         self._requests = 0
@@ -286,7 +337,8 @@ class SimulatedPod:
         if self.events is not None:
             self.events.end_step(self._loop.now)
         self._due = None
-        self.leaving.clear()
+        if self.leaving:
+            self.leaving = self.engine.leaving
         self._show()
         self._stepped(self, step)
         self._follow()
@@ -296,6 +348,15 @@ class SimulatedPod:
         for request in step.admitted:
             self._queried_tokens += request.prompt_tokens
             self._hit_tokens += request.cached_tokens
+
+    def _tier_tokens(self) -> Mapping[str, float] | None:
+        """Those of the process that runs."""
+        if not self._offloaded:
+            return None
+        told: Mapping[str, float] = {}
+        for cache in self._offloaded:
+            told = _summed(told, cache.hit_tokens)
+        return {_DEVICE_TIER: self._hit_tokens - sum(told.values()), **told}
 
     def _metrics(self, at: Seconds) -> EndpointMetrics:
         usage = self._shown_usage
@@ -309,11 +370,18 @@ class SimulatedPod:
             kv_cache_usage=usage,
             adapters=self._shown_adapters,
             block_size_tokens=settings.block_size_tokens,
-            blocks_total=settings.blocks_total if advertised is None else advertised,
+            blocks_total=len(self.ranks)
+            * (settings.blocks_total if advertised is None else advertised),
             process_started_at_s=self._started_at,
             requests_total=self._requests,
             cache_queried_tokens=self._queried_tokens,
             cache_hit_tokens=self._hit_tokens,
+            tier_hit_tokens=self._tier_tokens(),
             ttft_count=self._shown_first_tokens,
             first_outputs_total=self._shown_first_tokens,
         )
+
+
+def _summed(some: Mapping[str, float], others: Mapping[str, float]) -> Mapping[str, float]:
+    """Both together, by the names of `others`, which has those of `some`."""
+    return {name: some.get(name, 0.0) + tokens for name, tokens in others.items()}

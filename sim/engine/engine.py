@@ -28,7 +28,7 @@ found by it.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate, chain
 from math import sqrt
@@ -59,6 +59,8 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     """At least `max_num_seqs`, as vLLM demands it, or ValueError."""
     max_loras: int = 0
     """Adapter slots; 0: LoRA is off."""
+    chunked_prefill: bool = True
+    """False: a prompt is computed in one pass, and waits, as all behind it, for one with room."""
 
     def __post_init__(self) -> None:
         if self.blocks_total < 2:
@@ -73,6 +75,13 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     def kv_tokens(self) -> int:
         """What the usable blocks hold."""
         return (self.blocks_total - 1) * self.block_size_tokens
+
+    @property
+    def request_tokens_max(self) -> int:
+        """Prompt and answer of one request: preempted, all of it is a prompt."""
+        if self.chunked_prefill:
+            return self.kv_tokens
+        return min(self.kv_tokens, self.max_num_batched_tokens)
 
 
 class EngineSnapshot(Struct, frozen=True, kw_only=True):
@@ -150,6 +159,7 @@ class Engine:
         """`cache`: None is vLLM's, the blocks of the pool."""
         self.settings = settings
         self.profile = profile
+        self._pass_s: Callable[[StepWork], Seconds] = profile.step_s
         self.cache = cache
         blocks_total = settings.blocks_total
         self.pool = BlockPool(blocks_total) if cache is None else cache.pool(blocks_total)
@@ -178,7 +188,8 @@ class Engine:
         self._partial: EngineRequest | None = None
         """The running request whose prompt is not computed yet: the youngest. All others decode."""
         self._blocked_on: int | None = None
-        """The first key that the cache lacks of the request for which there are too few blocks."""
+        """The first key that the cache lacks of the request for which there are too few blocks, or for
+        whose whole prompt a pass has too little room."""
         self._passes_done = 0
         self._context_tokens = 0
         """Known tokens of all that decode."""
@@ -207,6 +218,16 @@ class Engine:
         """Of the step that has begun; 0: none has."""
         return self._pending.passes if self._pending else 0
 
+    @property
+    def tokens_begun(self) -> int:
+        """What the first pass of the step that has begun computes; 0: none has."""
+        return self._pending.work.tokens if self._pending else 0
+
+    @property
+    def leaving(self) -> set[str]:
+        """Who was aborted in the step that has begun, and goes at its end."""
+        return {request.request_id for request in self._aborted}
+
     def submit(self, request: EngineRequest, now: Seconds) -> None:
         """Queue `request`. ValueError if it can never fit; then nothing has changed."""
         needed = request.prompt_tokens + request.output_tokens
@@ -214,6 +235,11 @@ class Engine:
             raise ValueError(
                 f"Request {request.request_id} needs {needed} tokens of KV cache, the engine has "
                 f"{self.settings.kv_tokens}."
+            )
+        if needed > self.settings.request_tokens_max:
+            raise ValueError(
+                f"Request {request.request_id} has {needed} tokens, the engine computes prompts whole "
+                f"and {self.settings.max_num_batched_tokens} tokens a pass."
             )
         if request.adapter and not self.settings.max_loras:
             raise ValueError(
@@ -288,6 +314,13 @@ class Engine:
         if pending is not None:
             pending.passes = pending.passes_begun(now - pending.started_at)
 
+    def wait_for(self, duration_s: Seconds) -> None:
+        """The pass that has begun, a step of its own, takes so long: it waits for other engines."""
+        pending = self._pending
+        assert pending is not None, "a step has begun"
+        assert pending.passes == 1, "others are waited for in each pass"
+        pending.first_s = duration_s
+
     def end(self) -> Step:
         """The step that has begun is over: what came out of it."""
         pending = self._pending
@@ -349,18 +382,22 @@ class Engine:
     def check(self) -> None:
         """AssertionError if the books of blocks and requests do not agree."""
         self.pool.check()
-        size = self.settings.block_size_tokens
         decoding = [request for request in self.running if request is not self._partial]
         if self._pending is None:
-            assert sum(len(phase) for phase in self._phases) == len(decoding)
-            known = sum(request.lead + self._passes_done for request in decoding)
-            assert known == self._context_tokens, "the context is that of all that decode"
-            for request in decoding:
-                computed = request.lead + self._passes_done - 1
-                assert request.holding.blocks == -(-computed // size), "blocks for all tokens"
+            self._check_decoding(decoding)
         assert not any(request.holding.blocks for request in self.waiting), "who waits holds none"
         held = sum(request.holding.blocks for request in self.running)
         assert held == self.pool.blocks_used + self.pool.duplicate_blocks, "all holders run"
+
+    def _check_decoding(self, decoding: list[EngineRequest]) -> None:
+        """Between two passes."""
+        size = self.settings.block_size_tokens
+        assert sum(len(phase) for phase in self._phases) == len(decoding)
+        known = sum(request.lead + self._passes_done for request in decoding)
+        assert known == self._context_tokens, "the context is that of all that decode"
+        for request in decoding:
+            computed = request.lead + self._passes_done - 1
+            assert request.holding.blocks == -(-computed // size), "blocks for all tokens"
 
     def _begin_pass(self, now: Seconds) -> _Pending | None:
         assert self._pending is None, "the last step has ended"
@@ -386,7 +423,7 @@ class Engine:
             work=work,
             admitted=admitted,
             chunks=chunks,
-            first_s=self.profile.step_s(work) * slowness,
+            first_s=self._pass_s(work) * slowness,
             growth_s=self.profile.decode_s_per_context_token * work.decodes * slowness,
         )
         return self._pending
@@ -444,6 +481,7 @@ class Engine:
     ) -> None:
         size = self.settings.block_size_tokens
         active = self._adapters_running
+        whole_prompts = not self.settings.chunked_prefill
         passed_over: list[EngineRequest] = []
         while self.waiting and budget and len(self.running) < self.settings.max_num_seqs:
             request = self.waiting[0]
@@ -454,7 +492,9 @@ class Engine:
             known = request.known_tokens
             chain, ends = request.chain, request.chain_ends
             hit, hit_free = self.pool.match(chain, ends, (known - 1) // size)
-            if -(-known // size) - hit + hit_free > self.pool.blocks_free:
+            if -(-known // size) - hit + hit_free > self.pool.blocks_free or (
+                whole_prompts and known - hit * size > budget
+            ):
                 self._blocked_on = next(
                     (key for key, end in zip(chain, ends, strict=True) if end > hit), None
                 )
@@ -638,7 +678,11 @@ class Engine:
         request.last_token_at = at
         if request.finished:
             self._leave(request)
-            return
+        else:
+            self._decode(request)
+
+    def _decode(self, request: EngineRequest) -> None:
+        """A request gets a token each pass from now on."""
         size = self.settings.block_size_tokens
         request.lead = request.known_tokens - self._passes_done
         request.due = self._passes_done + request.output_tokens - request.generated_tokens

@@ -5,6 +5,7 @@
       + all_reduce + all_reduce_per_token * m                  tensor parallel only
       + [decodes] decode + decode_per_context_token * C        C = context of all decoding requests
       + [chunks]  chunk + pair * sum(n*c + n*n/2)              chunk of n tokens after c tokens
+      + expert(tokens of all ranks)                            mixtures of experts with a curve only
       + head + head_per_sequence * sequences + host + loading of adapters + restoring of caches
     linear(m) is read from a table of kernel times where there is one, with straight lines between
     its points, else max(weight_read, linear_base + linear_per_token * m).
@@ -70,6 +71,10 @@ class StepWork(Struct):
     """Sum of n*c + n*n/2 over the chunks: n tokens after c tokens of context."""
     sequences: int = 0
     """Requests that get a token."""
+    drafts: int = 0
+    """Drafted tokens that are verified; they are among `tokens`."""
+    drafts_accepted: int = 0
+    """Of them: tokens that requests get besides the one of `sequences`."""
     with_adapter: bool = False
     adapters_loaded: int = 0
     restore_s: float = 0.0
@@ -97,6 +102,12 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Ascending: where the table has its points. Beyond the last, `linear_s_per_token` goes on."""
     linear_s: tuple[Annotated[float, Meta(gt=0.0, le=60.0)], ...] = ()
     """Seconds at `linear_tokens`, for all layers."""
+    expert_tokens: tuple[_Count, ...] = ()
+    """Ascending, as many as `expert_s`: tokens that all ranks compute in a step together."""
+    expert_s: tuple[Annotated[float, Meta(gt=0.0, le=60.0)], ...] = ()
+    """Seconds of all layers of experts at `expert_tokens`, sending and fetching tokens among them;
+    `linear_s` and its like are then of the other layers. Straight lines between the points, and beyond
+    the last as between the last two."""
     prefill_s: _StepTime = 0.0
     head_s_per_sequence: _TokenTime = 0.0
     all_reduce_s: _StepTime = 0.0
@@ -119,6 +130,12 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise ValueError("linear_tokens and linear_s differ in length")
         if list(self.linear_tokens) != sorted(set(self.linear_tokens)):
             raise ValueError("linear_tokens do not ascend")
+        if len(self.expert_tokens) != len(self.expert_s) or len(self.expert_s) == 1:
+            raise ValueError("expert_tokens and expert_s are not two points or more each, as many")
+        if list(self.expert_tokens) != sorted(set(self.expert_tokens)):
+            raise ValueError("expert_tokens do not ascend")
+        if list(self.expert_s) != sorted(self.expert_s):
+            raise ValueError("expert_s falls; more tokens take no less time")
         if not (self.linear_s or self.weight_read_s or self.linear_s_per_token):
             raise ValueError("neither a table nor constants for the linear layers")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -133,6 +150,8 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if work.with_adapter:
             linear *= self.adapter_linear_factor
         total = linear + self.all_reduce_s + self.all_reduce_s_per_token * work.tokens
+        if self.expert_s:
+            total += self.expert_layers_s(work.tokens)
         if work.decodes:
             context = work.decode_context_tokens - (
                 (1.0 - self.shared_context_factor) * work.shared_tokens
@@ -171,6 +190,17 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             return self.linear_s[0]
         share = (tokens - points[at - 1]) / (points[at] - points[at - 1])
         return self.linear_s[at - 1] + share * (self.linear_s[at] - self.linear_s[at - 1])
+
+    def expert_layers_s(self, tokens: int) -> float:
+        """All layers of experts, for `tokens` tokens of all ranks together; 0 without a curve."""
+        points, seconds = self.expert_tokens, self.expert_s
+        if not points:
+            return 0.0
+        if tokens <= points[0]:
+            return seconds[0]
+        at = min(bisect_left(points, tokens), len(points) - 1)
+        share = (tokens - points[at - 1]) / (points[at] - points[at - 1])
+        return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
 
     def frontend_delay_s(self, prompt_tokens: int) -> float:
         """From the arrival of a request to its place in the engine's queue."""

@@ -141,7 +141,7 @@ class Run:
         pods = self.settings.cluster.pods
         hits = Hits(
             pods=len(pods),
-            kv_tokens=pods[0].engine.kv_tokens,
+            kv_tokens=pods[0].engine.kv_tokens * pods[0].ranks,
             seed=self.settings.seed,
             placements=(RANDOM, AFFINITY),
             together=False,
@@ -201,11 +201,12 @@ class Run:
 
     def summary(self) -> RunSummary:
         """What was measured, how many pods there were, what pickers told each other if they did, and
-        where there may be some, retries and requests that the gateway took elsewhere.
+        where there may be some, hits by tier, retries and requests that the gateway took elsewhere.
         """
         settings, cluster = self.settings.cluster, self.cluster
         scenario, pods = self.settings.scenario, cluster.pods.count.totals()
         peers = cluster.pickers.peering.summary()
+        tiers = cluster.pods.tier_tokens()
         return replace(
             self.measures.summary(),
             bad_lines=self.trace.bad_lines,
@@ -216,6 +217,9 @@ class Run:
                 pods_mean=rounded(pods.pods_mean),
                 pod_hours=rounded(pods.pod_hours),
             ),
+            tier_hit_tokens=UNSET
+            if tiers is None
+            else {tier: int(tokens) for tier, tokens in tiers.items()},
             peers=UNSET if peers is None else PeerSummary(**peers),
             retries=cluster.clients.retried if settings.clients.retries else UNSET,
             rescheduled=cluster.gateway.rescheduled if settings.fallback_endpoints_max else UNSET,

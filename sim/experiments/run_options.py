@@ -17,6 +17,13 @@ from sim.cluster.policies import PolicyNameError, PolicySource, policy_source
 from sim.cluster.settings import ClientSettings, ClusterSettings, ClusterSettingsError
 from sim.cluster.simulated_pod import PodKind
 from sim.cluster.tokenizing import TokenizeSettings
+from sim.engine.features import (
+    FEATURES,
+    FeatureError,
+    feature_named,
+    feature_spelt,
+    features_named,
+)
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile, profile_named
 from sim.experiments.pickers import (
     PICKERS_MAX,
@@ -28,6 +35,7 @@ from sim.experiments.pickers import (
 )
 from sim.experiments.run import RunSettings, jitter_in_effect_s
 from sim.experiments.scenario_file import PODS_MAX, Scenario, scenario_in
+from sim.measurement.evidence import EVIDENCE, features_used
 from sim.measurement.measures import WARM_UP_FROM_S, WARM_UP_S_MAX, Targets
 from sim.traces.formats import FORMATS
 from sim.traces.kept import kept_folder
@@ -78,6 +86,8 @@ def add_run_options(parser: argparse.ArgumentParser, *, several_replicas: bool =
     add("--max-loras", type=_whole, default=0, metavar="N", help="adapter slots of a pod (0: off)")
     add("--cache", type=_cache, metavar="NAME[:PARAMETER=VALUE,...]", help="how pods keep prompts, "
         f"{NAMES[0]} if it is not told, or one of {', '.join(NAMES[1:])}")  # fmt: skip
+    add("--engine", type=_feature, action="append", metavar="FEATURE[:PARAMETER=VALUE,...]",
+        help=f"what engines are started with besides: {', '.join(FEATURES)}; may be repeated")  # fmt: skip
     _add_picker_options(parser, several_replicas=several_replicas)
     add("--scrape-interval", type=_positive, metavar="S", help="(default: as production)")
     add("--scrape-delay", type=_seconds, default=0.001, metavar="S", help="age of a page (0.001)")
@@ -159,8 +169,12 @@ def run_settings(
             check_cache(options.cache, profile)
         except CacheNameError as problem:
             raise ClusterSettingsError(f"--cache: {problem}") from problem
+    try:
+        features = features_named(options.engine or ())
+    except FeatureError as problem:
+        raise ClusterSettingsError(f"--engine: {problem}") from problem
     kinds = [
-        PodKind.of(profile, max_loras=options.max_loras, cache=options.cache)
+        PodKind.of(profile, max_loras=options.max_loras, cache=options.cache, features=features)
         for profile in profiles
     ]
     faults_per_hour = options.faults_per_hour
@@ -320,6 +334,7 @@ def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
         "profiles": {name: profiles.count(name) for name in dict.fromkeys(profiles)},
         "max_loras": cluster.pods[0].engine.max_loras,
         **_cache_conditions(cluster.pods),
+        **_feature_conditions(cluster.pods),
         "replicas": replicas[0] if len(replicas) == 1 else replicas,
         "assignment": str(cluster.assignment),
         **_peer_conditions(cluster.peers),
@@ -352,6 +367,18 @@ def _cache_conditions(pods: Sequence[PodKind]) -> dict[str, Any]:
     return {"caches": {name: names.count(name) for name in dict.fromkeys(names)}}
 
 
+def _feature_conditions(pods: Sequence[PodKind]) -> dict[str, Any]:
+    """What engines do besides, if any does, and what it was checked against."""
+    used = dict.fromkeys(name for kind in pods for name in features_used(kind))
+    spelt = [", ".join(map(feature_spelt, kind.features)) or "none" for kind in pods]
+    told: dict[str, Any] = {}
+    if any(kind.features for kind in pods):
+        told["engines"] = {name: spelt.count(name) for name in dict.fromkeys(spelt)}
+    if used:
+        told["engine_evidence"] = [f"{name}: {EVIDENCE[name]}" for name in used]
+    return told
+
+
 def _peer_conditions(peers: PeerSettings | None) -> dict[str, Any]:
     if peers is None:
         return {"peer_delay_s": None}
@@ -382,6 +409,15 @@ def _cache(text: str) -> CacheBehaviour | None:
         return cache_named(text)
     except CacheNameError as problem:
         raise argparse.ArgumentTypeError(str(problem)) from problem
+
+
+def _feature(text: str) -> str:
+    """The text itself, if a feature is spelt so: features are put together when all are there."""
+    try:
+        feature_named(text)
+    except FeatureError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from problem
+    return text
 
 
 def _count(text: str) -> int:

@@ -37,6 +37,7 @@ from sim.cluster.scraping import ScrapeTrouble
 from sim.cluster.settings import ClientSettings, ClusterSettingsError
 from sim.cluster.simulated_pod import PodKind
 from sim.cluster.windows import Duration, Instant
+from sim.engine.features import FeatureError, features_named
 from sim.engine.profiles import ProfileError, find_profile
 from sim.experiments.pickers import PeerPartition, PickerRestart, Pickers, PickersPlan
 from sim.sentences import sentence_of, unread
@@ -66,6 +67,8 @@ class Pods(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Adapter slots; as `--max-loras` if not told."""
     cache: str = ""
     """As `--cache`; "": as that is."""
+    engine: Annotated[tuple[str, ...], Meta(max_length=8)] | None = None
+    """As `--engine`, all of them; as those are if not told."""
 
 
 class JoinEvent(Pods, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -292,8 +295,17 @@ def _kinds(path: Path, place: str, told: Pods, usual: PodKind) -> list[PodKind]:
         check_cache(cache, profile)
     except CacheNameError as problem:
         raise ScenarioError(f"{place}: cache: {problem}") from problem
+    try:
+        features = usual.features if told.engine is None else features_named(told.engine)
+    except FeatureError as problem:
+        raise ScenarioError(f"{place}: engine: {problem}") from problem
     kind = PodKind.of(
-        profile, max_loras=max_loras, labels=told.labels, speed=told.speed, cache=cache
+        profile,
+        max_loras=max_loras,
+        labels=told.labels,
+        speed=told.speed,
+        cache=cache,
+        features=features,
     )
     return [kind] * told.count
 

@@ -9,18 +9,21 @@ from sim.engine.profiles import Profile
 from sim.measurement.summaries import AssumptionSummary
 
 NOT_MODELLED: Final = (
-    "Speculative decoding: a pass gives one token a request.",
+    (
+        "Speculative decoding, but where `--engine` says so: then acceptance depends on no text, length "
+        "or load, and drafters take no KV cache."
+    ),
     (
         "Mixtures of experts: layers cost the same whichever experts tokens go to, and no expert is "
-        "overloaded."
+        "overloaded; a profile's curve of experts tells of tokens alone."
     ),
     (
         "KV cache outside the GPU, but where `--cache` says so: nothing else is offloaded, and nothing "
         "fetched from other pods."
     ),
     (
-        "Prefill and decode on different pods, pipeline and data parallelism inside a pod, CUDA graphs "
-        "of some batch sizes only."
+        "Prefill and decode on different pods, pipeline parallelism inside a pod, data parallelism but "
+        "where `--engine` says so, CUDA graphs of some batch sizes only."
     ),
     "Images, audio and video; structured output; several answers to one prompt.",
     (

@@ -188,6 +188,8 @@ class RunSummary(Summary, frozen=True, kw_only=True):
     pods: dict[str, PodLoadSummary]
     pool: PoolSummary | UnsetType = UNSET
     """Only of whole runs."""
+    tier_hit_tokens: dict[str, int] | UnsetType = UNSET
+    """By tier, prompt tokens found there, warm-up and all; only where pods have another than the GPU's."""
     peers: PeerSummary | UnsetType = UNSET
     """Only where pickers tell each other something."""
     retries: int | UnsetType = UNSET

@@ -4,6 +4,9 @@ All requests that decode on a pod get a token at the end of each pass, so that a
 each of them; one that was preempted has waited longer. Gaps are counted in bins of half a per cent,
 by stretches of time, so that memory does not grow with the run. In a step of many passes alike they
 are told as equal: each is longer than the one before by what one token of context a request costs.
+
+Where an engine speculates a pass gives a request several tokens at once and is one gap, as vLLM counts
+`vllm:inter_token_latency_seconds`: the time between two outputs.
 """
 
 import math
@@ -83,9 +86,10 @@ class TokenGaps:
 
     def add(self, step: Step) -> None:
         """Count the tokens that came out of it."""
-        decodes, passes = step.work.decodes, step.passes
+        work, passes = step.work, step.passes
+        decodes = work.decodes
         stretch = self._at(step.ends_at)
-        stretch.output_tokens += decodes * (passes - 1) + step.work.sequences
+        stretch.output_tokens += decodes * (passes - 1) + work.sequences + work.drafts_accepted
         if decodes and step.duration_s > 0:
             stretch.count(step.duration_s / passes, decodes * passes)
         if passes == 1:

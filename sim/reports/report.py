@@ -1,7 +1,7 @@
 """What a run or a comparison has shown, for people: tables as text and as Markdown."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Final
 
@@ -56,6 +56,8 @@ _CONDITIONS: Final = {
     "profiles": "pods by profile",
     "max_loras": "adapter slots of a pod",
     "caches": "how pods keep prompts",
+    "engines": "pods by what engines do besides",
+    "engine_evidence": "what that was checked against",
     "replicas": "pickers",
     "assignment": "requests reach pickers",
     "peer_delay_s": "one picker hears another after",
@@ -194,6 +196,7 @@ def fact_rows(run: RunSummary) -> list[list[str]]:
             else []
         ),
         ["hit rate", f"{share(run.hit_rate)} of prompt tokens"],
+        *([] if run.tier_hit_tokens is UNSET else [["found by tier", _tiers(run.tier_hit_tokens)]]),
         itl_row(run.itl_s),
         window_row(run.window),
         ["output", f"{number(run.output_tokens_per_s)} tokens/s"],
@@ -250,6 +253,11 @@ def _pool_rows(pool: PoolSummary | UnsetType) -> list[list[str]]:
 
 def _reasons(counts: dict[str, int]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
+
+
+def _tiers(tokens: Mapping[str, int]) -> str:
+    """Tokens found, in the words of the page that tells them."""
+    return ", ".join(f"{tier} {found:,}" for tier, found in tokens.items())
 
 
 def run_table(run: RunSummary) -> str:

@@ -129,5 +129,6 @@ def test_a_conversation_is_found_by_all_but_the_plain_reading(name):
             "mlx-memory": [0, 456, 512],
             "mlx-disk": [0, 456, 512],
             "lmcache-cpu": [0, 448, 496],
+            "offload": [0, 448, 496],
         }[name]
     )

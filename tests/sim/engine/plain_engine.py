@@ -148,6 +148,8 @@ class PlainEngine:
             idle = sum(1 for block in hit if not self.pool.holders[block])
             if -(-request.known // size) - len(hit) + idle > len(self.pool.free):
                 break
+            if not self.settings.chunked_prefill and request.known - len(hit) * size > budget:
+                break
             self.waiting.popleft()
             request.shared = len(hit) - idle
             self.pool.hold(hit)

@@ -246,3 +246,21 @@ def test_an_engine_without_a_block_of_its_own_is_refused():
     """One block is reserved, so that it takes two."""
     with pytest.raises(ValueError, match="blocks_total is 1; expected at least 2"):
         engine_with(blocks_total=1)
+
+
+def test_a_whole_prompt_waits_for_a_pass_with_room():
+    """Of a budget of 1,000 tokens 600 are taken: the next 600 are computed in the pass after, whole."""
+    for chunked, told in ((True, [(2, 1_000), (1, 201)]), (False, [(1, 600), (1, 601)])):
+        engine = engine_with(max_num_batched_tokens=1_000, max_num_seqs=8, chunked_prefill=chunked)
+        for name in "ab":
+            engine.submit(request_of(name, 600, 2), 0.0)
+        steps = run(engine)
+        assert [(step.work.prefills, step.work.tokens) for step in steps[:2]] == told
+
+
+def test_a_prompt_longer_than_a_pass_is_refused_where_prompts_are_whole():
+    """Its answer counts too: preempted, it is part of the prompt."""
+    engine = engine_with(max_num_batched_tokens=1_000, max_num_seqs=8, chunked_prefill=False)
+    engine.submit(request_of("a", 900, 100), 0.0)
+    with pytest.raises(ValueError, match="1001 tokens, the engine computes prompts whole and 1000"):
+        engine.submit(request_of("b", 900, 101), 0.0)

@@ -36,18 +36,22 @@ SHAPES = st.lists(
 )
 """(pieces, tokens behind the last block, share of the prompt, adapter, gap to the one before,
 time from arrival to abort)."""
+TOKENS_MAX = 36 * SIZE + SIZE
+"""Of a request."""
 ENGINES = st.builds(
-    lambda blocks, seqs, budget, loras: EngineSettings(
+    lambda blocks, seqs, budget, loras, chunked: EngineSettings(
         blocks_total=blocks,
         block_size_tokens=SIZE,
         max_num_seqs=seqs,
-        max_num_batched_tokens=max(seqs, budget),
+        max_num_batched_tokens=max(seqs, budget if chunked else TOKENS_MAX + budget // 4),
         max_loras=loras,
+        chunked_prefill=chunked,
     ),
     st.integers(38, 60),
     st.integers(1, 10),
     st.integers(8, 150),
     st.integers(1, 2),
+    st.booleans(),
 )
 
 

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.engine.profiles import (
+    DEFAULT_PROFILE,
     Memory,
     Profile,
     ProfileError,
@@ -254,3 +255,33 @@ def test_an_unknown_profile_is_refused_with_those_there_are():
     """A name that is no profile and no file."""
     with pytest.raises(ProfileError, match=r"No profile 'h100'; expected one of .*rtx-4090"):
         find_profile("h100")
+
+
+def test_a_curve_of_experts_is_read_with_straight_lines():
+    """Flat before its first point, and beyond the last as between the last two."""
+    usual = find_profile(DEFAULT_PROFILE)
+    profile = msgspec.structs.replace(
+        usual, expert_tokens=(10, 110, 210), expert_s=(1e-3, 2e-3, 4e-3)
+    )
+    told = [profile.expert_layers_s(tokens) for tokens in (1, 10, 60, 160, 310)]
+    assert told == pytest.approx([1e-3, 1e-3, 1.5e-3, 3e-3, 6e-3])
+    work = StepWork(tokens=60, prefills=1, sequences=1)
+    assert profile.step_s(work) == pytest.approx(usual.step_s(work) + 1.5e-3)
+    assert usual.expert_layers_s(60) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ("expert_tokens = [1, 2]\nexpert_s = [0.1]", "expert_tokens and expert_s are not two"),
+        ("expert_tokens = [1]\nexpert_s = [0.1]", "expert_tokens and expert_s are not two"),
+        ("expert_tokens = [2, 1]\nexpert_s = [0.1, 0.2]", "expert_tokens do not ascend"),
+        ("expert_tokens = [1, 2]\nexpert_s = [0.2, 0.1]", "expert_s falls"),
+    ],
+)
+def test_a_curve_of_experts_that_cannot_be_is_refused(tmp_path, lines, told):
+    """With the file and the profile."""
+    file = tmp_path / "mine.toml"
+    file.write_text(f'[mine]\nlike = "{DEFAULT_PROFILE}"\n{lines}\n')
+    with pytest.raises(ProfileError, match=rf"mine\.toml: mine: {told}"):
+        profiles_in(file)

@@ -18,6 +18,7 @@ from sim.cluster.rerouting import Reschedule
 from sim.cluster.scraping import ScrapeTrouble
 from sim.cluster.settings import Absence, ClientSettings, ClusterSettingsError
 from sim.cluster.simulated_pod import PodKind
+from sim.engine.features import feature_spelt, features_named
 from sim.experiments.pickers import Pickers
 from sim.experiments.scenario_file import EVENTS, FILE_BYTES_MAX, ScenarioError, scenario_in
 from sim.traces.capture import CaptureWriter
@@ -162,6 +163,21 @@ def test_pods_keep_prompts_each_in_their_way(tmp_path):
     assert [cache_spelt(pod.cache) for pod in pods] == ["kronk-imc-v1:slots=2", "vllm", "mlx-disk"]
 
 
+def test_engines_do_besides_what_the_table_says(tmp_path):
+    """All of it as told there, else as the flags say; an empty list is nothing."""
+    text = (
+        "[[pods]]\nengine = ['ranks:count=2', 'whole-prompts']\n[[pods]]\nengine = []\n[[pods]]\n"
+    )
+    usual = PodKind.of(kind().profile, features=features_named(["speculative:acceptance=0.5"]))
+    pods = scenario_in(written(tmp_path, text), usual).pods
+    assert [[feature_spelt(one) for one in pod.features] for pod in pods] == [
+        ["whole-prompts", "ranks:count=2"],
+        [],
+        ["speculative:acceptance=0.5"],
+    ]
+    assert [pod.engine.chunked_prefill for pod in pods] == [False, True, True]
+
+
 def test_an_empty_file_says_nothing(tmp_path):
     assert read(tmp_path, "") == type(read(tmp_path, ""))(file="made.toml")
 
@@ -178,6 +194,10 @@ def test_a_file_that_is_named_lies_beside_the_scenario(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        (
+            "[[pods]]\nengine = ['eagle']",
+            "[[pods]] 1: engine: No feature 'eagle' of engines; expected one of whole-prompts",
+        ),
         ("[[event]]\nkind = 'leave'", "unknown table event, did you mean `events`?"),
         ("pods = 3", "pods: expected tables under [[pods]]"),
         ("[[events]]\nat_s = 1", "[[events]] 1: expected a kind of join, leave"),

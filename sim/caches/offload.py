@@ -1,0 +1,147 @@
+"""KV cache offloaded to the memory of the host and to a store that all pods have in common."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar, Final
+
+from msgspec import Meta
+
+from epp.core.types import Seconds
+from sim.caches.behaviour import (
+    NOTHING,
+    PCIE_5_X16_BYTES_PER_S,
+    Bytes,
+    BytesPerSecond,
+    CacheBehaviour,
+    Stores,
+)
+from sim.caches.lmcache_cpu import EvictedBlocks
+from sim.engine.blocks import BlockPool
+from sim.engine.engine import EngineSettings
+from sim.engine.profiles import Profile
+from sim.engine.prompt_cache import Found, PromptCache
+from sim.engine.request import EngineRequest
+
+HOST: Final = "host"
+SHARED: Final = "external_unspecified"
+"""Tiers as vLLM names them on its page (`vllm:prompt_tokens_cached_by_source_total`)."""
+
+
+class Offload(CacheBehaviour, frozen=True):
+    """The `OffloadingConnector` of vLLM: blocks are copied to the memory of the host as they are
+    computed, and on to a store that all pods share if there is one.
+
+    What the pool lacks of a prompt is loaded from the memory, and what that lacks from the store. It takes
+    bytes over speed, in which the engine does nothing else: vLLM loads while it computes for others, so
+    that this is the most it costs. Copies out take no time, and are there when the prompt or the answer is
+    done. Each tier lets go of what was used longest ago. The memory goes with the engine's process; the
+    store outlives all pods.
+    """
+
+    type_name: ClassVar[str] = "offload"
+
+    memory_bytes: Bytes = 64 * 2**30
+    """Of the host, for each engine: what vLLM is told as `cpu_bytes_to_use`, without a default there."""
+    bytes_per_s: BytesPerSecond = PCIE_5_X16_BYTES_PER_S
+    """From the host's memory; 16 lanes of PCIe 5.0 at their peak unless it is told."""
+    shared_bytes: Annotated[int, Meta(ge=0, le=10**18)] = 0
+    """Of the store; 0: there is none."""
+    shared_bytes_per_s: BytesPerSecond = 12.5e9
+    """From the store to a pod; 100 Gbit/s unless it is told, whoever else reads."""
+
+    def open(
+        self, profile: Profile, settings: EngineSettings, before: PromptCache | None
+    ) -> "OffloadedBlocks":
+        """With nothing in its memory, and a store of its own."""
+        return self.open_in({}, profile, settings, before)
+
+    def open_in(
+        self,
+        stores: Stores,
+        profile: Profile,
+        settings: EngineSettings,
+        before: PromptCache | None,
+    ) -> "OffloadedBlocks":
+        """With nothing in its memory, and the store of `stores` that others of its kind have too."""
+        size_tokens = settings.block_size_tokens
+        block_bytes = size_tokens * profile.kv_bytes_per_token
+        tiers = {HOST: EvictedBlocks(self.memory_bytes // block_bytes)}
+        speeds = {HOST: self.bytes_per_s}
+        if self.shared_bytes:
+            # Blocks of another model or length are others.
+            name = f"{self.shared_bytes} {profile.model} {block_bytes} {size_tokens}"
+            blocks_max = self.shared_bytes // block_bytes
+            tiers[SHARED] = stores.setdefault(name, EvictedBlocks(blocks_max))
+            speeds[SHARED] = self.shared_bytes_per_s
+        return OffloadedBlocks(
+            tiers,
+            {name: block_bytes / speed for name, speed in speeds.items()},
+            block_size_tokens=size_tokens,
+        )
+
+
+class OffloadedBlocks:
+    """The tiers of one engine, nearest first."""
+
+    def __init__(
+        self,
+        tiers: Mapping[str, EvictedBlocks],
+        load_s_per_block: Mapping[str, Seconds],
+        *,
+        block_size_tokens: int,
+    ) -> None:
+        self.tiers = tiers
+        self.hit_tokens = dict.fromkeys(tiers, 0)
+        """By tier, what first admissions found there."""
+        self._load_s_per_block = load_s_per_block
+        self._block_size_tokens = block_size_tokens
+
+    def pool(self, blocks_total: int) -> BlockPool:
+        """That of vLLM."""
+        return BlockPool(blocks_total)
+
+    def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
+        """What follows what the pool has, from whichever tier has the next block."""
+        size = self._block_size_tokens
+        # The last token is computed, and its block with it.
+        blocks_max = (request.known_tokens - 1) // size
+        held = position = held_tokens // size
+        found: dict[str, int] = {}
+        went_on = True
+        while went_on and position < blocks_max:
+            went_on = False
+            for name, tier in self.tiers.items():
+                upto = tier.match(request.chain, request.chain_ends, position, blocks_max)
+                if upto > position:
+                    found[name] = found.get(name, 0) + upto - position
+                    position, went_on = upto, True
+        if position == held:
+            return NOTHING
+        if request.scheduled_at is None:
+            for name, blocks in found.items():
+                self.hit_tokens[name] += blocks * size
+        load_s = sum(blocks * self._load_s_per_block[name] for name, blocks in found.items())
+        return Found(position * size, load_s)
+
+    def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
+        """All full blocks of the prompt are copied out, while others are computed."""
+        self._keep(request.chain, request.chain_ends, request.known_tokens)
+        return 0.0
+
+    def left(self, request: EngineRequest, now: Seconds) -> Seconds:
+        """Those of the answer too, as far as it is computed."""
+        self._keep(request.chain, request.chain_ends, request.computed_tokens)
+        return 0.0
+
+    def _keep(self, keys: Sequence[int], ends: Sequence[int], tokens: int) -> None:
+        """The first blocks of a chain; of one prompt the tail goes first."""
+        blocks = tokens // self._block_size_tokens
+        pieces: list[tuple[int, int, int]] = []
+        start = 0
+        for key, end in zip(keys, ends, strict=False):
+            if start >= blocks:
+                break
+            pieces.append((key, start, min(end, blocks)))
+            start = end
+        for tier in self.tiers.values():
+            for key, first, end in reversed(pieces):
+                tier.add(key, first, end)

@@ -1,0 +1,127 @@
+"""An engine that verifies drafted tokens: requests that decode get one token or several a pass.
+
+As vLLM's scheduler has it: a request that decodes is given its last token and its drafted ones, inside
+the budget and with blocks for all of them; what is not accepted is computed for nothing, and its
+blocks stay with the request. Full blocks of known tokens are registered. No more is drafted than the
+answer has tokens left.
+
+A pass costs what verifying costs, `tokens` with the drafted ones through the linear layers and the
+head, the context of each request read once, and `Speculation.draft_s` for each drafted token. What
+drafters keep in the KV cache, and what drafting costs beside prompts, is not modelled.
+
+Requests do not move in lockstep here, so each pass is a step of its own.
+"""
+
+from epp.core.types import Seconds
+from sim.engine.engine import Engine, EngineSettings, Step
+from sim.engine.profiles import Profile, StepWork
+from sim.engine.prompt_cache import PromptCache
+from sim.engine.request import EngineRequest
+from sim.engine.speculation import Speculation
+
+
+class SpeculativeEngine(Engine):
+    """`Engine` in all but how answers are generated; every step has one pass.
+
+    `outputs` of a step are all requests with a token, and may have several.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        profile: Profile,
+        speculation: Speculation,
+        cache: PromptCache | None = None,
+    ) -> None:
+        super().__init__(settings, profile, cache)
+        self._pass_s = self._verifying_pass_s
+        self.speculation = speculation
+        self._given: dict[EngineRequest, int] = {}
+        """How many tokens the pass that has begun gives to each request that decodes."""
+
+    def step(self, now: Seconds) -> Step | None:
+        """Do one pass at `now`; None when there is nothing to do."""
+        return None if self._begin_pass(now) is None else self.end()
+
+    def _verifying_pass_s(self, work: StepWork) -> Seconds:
+        pass_s = self.profile.step_s(work)
+        if work.drafts:
+            speculation = self.speculation
+            pass_s += speculation.draft_s * speculation.drafted_tokens
+            pass_s += self.profile.head_s_per_sequence * work.drafts
+        return pass_s
+
+    def _continue_running(self, work: StepWork, chunks: list[EngineRequest]) -> tuple[int, bool]:
+        before = self.preemptions
+        budget = self.settings.max_num_batched_tokens
+        self._given.clear()
+        for request in list(self.running):
+            if not budget:
+                break
+            if request not in self.running:
+                continue
+            if request is self._partial:
+                tokens = min(request.known_tokens - request.computed_tokens, budget)
+                if not self._grow(request, tokens):
+                    self._preempt(request)
+                    continue
+                self._schedule(request, tokens, work)
+                chunks.append(request)
+            else:
+                left = request.output_tokens - request.generated_tokens
+                tokens = min(1 + self.speculation.drafted_tokens, left, budget)
+                if not self._grow_or_preempt(request, tokens):
+                    continue
+                self._verify(request, tokens, work)
+            budget -= tokens
+        work.with_adapter = bool(self._adapters_running)
+        return budget, self.preemptions > before
+
+    def _grow_or_preempt(self, request: EngineRequest, tokens: int) -> bool:
+        """Blocks for `tokens`, while the youngest of all give way; False: it gave way itself."""
+        while not self._grow(request, tokens):
+            youngest = next(reversed(self.running))
+            self._preempt(youngest)
+            if youngest is request:
+                return False
+        return True
+
+    def _verify(self, request: EngineRequest, tokens: int, work: StepWork) -> None:
+        """Count the last token of a request and its drafted ones as computed."""
+        known = request.known_tokens
+        accepted = self.speculation.accepted(request.request_id, request.generated_tokens)
+        given = self._given[request] = 1 + min(accepted, tokens - 1)
+        work.tokens += tokens
+        work.decodes += 1
+        work.decode_context_tokens += known
+        work.longest_context_tokens = max(work.longest_context_tokens, known)
+        work.sequences += 1
+        work.drafts += tokens - 1
+        work.drafts_accepted += given - 1
+        full = known // self.settings.block_size_tokens
+        self.pool.register(request.holding, request.chain, request.chain_ends, full)
+
+    def _passes_alike(self) -> int:
+        return 1
+
+    def _finish_due(self, at: Seconds, before: Seconds) -> list[EngineRequest]:
+        given = list(self._given)
+        for request, tokens in self._given.items():
+            request.generated_tokens += tokens
+            request.computed_tokens = request.known_tokens - 1
+            assert request.last_token_at is not None, "it decodes"
+            request.token_gap_s = at - request.last_token_at
+            request.last_token_at = at
+            if request.finished:
+                self._leave(request)
+        self._given.clear()
+        return given
+
+    def _decode(self, request: EngineRequest) -> None:
+        """Nothing to be done: each pass looks at all that run."""
+
+    def _check_decoding(self, decoding: list[EngineRequest]) -> None:
+        size = self.settings.block_size_tokens
+        for request in decoding:
+            assert request.computed_tokens == request.known_tokens - 1, "all but the last token"
+            assert request.holding.blocks >= -(-request.computed_tokens // size), "blocks for them"

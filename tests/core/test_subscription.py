@@ -283,11 +283,13 @@ def test_what_waits_is_taken_note_of_bit_by_bit():
         pod.serve(prompt(part, part))
     turns = 0
     while pod.subscription.works:
+        assert pod.subscription.noted is None
         before = pod.subscription.blocks_heard
         pod.subscription.work(pod.now, blocks_max=10)
         assert pod.subscription.blocks_heard - before <= 20
         turns += 1
     assert turns > 15
+    assert pod.subscription.noted == 39
     assert pod.believed(prompt(7, 7)) == 64
 
 

@@ -105,7 +105,7 @@ class Pods:
         command = [
             *(sys.executable, "-m", "sim", "serve", "--pods", str(self._count), "--json"),
             *("--port", str(self._port), "--kv-events", str(self._event_port), "--speed", "50"),
-            *("--blocks", str(BLOCKS), "--log-format", "json"),
+            *("--blocks", str(BLOCKS), "--max-loras", "0", "--log-format", "json"),
         ]
         running = Child.running("sim serve", command, log, announces=True)
         child = await self._stack.enter_async_context(running)

@@ -36,7 +36,7 @@ from msgspec import Struct
 from epp.core.abilities import Abilities, Origin
 from epp.core.duration import Duration
 from epp.core.knowledge.candidates import Affinity, Floats, Ints
-from epp.core.knowledge.exact_parameters import PrecisePrefixCacheParameters
+from epp.core.knowledge.exact_parameters import ROW_BYTES, PrecisePrefixCacheParameters
 from epp.core.knowledge.index import (
     EXACT,
     HOST_BLOCKS,
@@ -57,8 +57,6 @@ from epp.core.types import Seconds
 
 TOKENS_MAX: Final = 131_072
 """Of a prompt that are looked at."""
-ROW_BYTES: Final = 92
-"""Of a key, with who holds it; and of a block of the engine, with its key. CPython 3.11, measured."""
 SWEPT_MAX: Final = 8_192
 """Blocks of mirrors that are forgotten, taken out in one call."""
 SWEPT_AT_ONCE_MAX: Final = 1_024

@@ -8,8 +8,9 @@ import pytest
 
 from epp.core.duration import Duration
 from epp.core.knowledge import exact as module
-from epp.core.knowledge.exact import LATE_S_MAX, ROW_BYTES, ExactIndexSettings
+from epp.core.knowledge.exact import LATE_S_MAX, ExactIndexSettings
 from epp.core.knowledge.exact_parameters import (
+    ROW_BYTES,
     IndexerConfig,
     KvEventsConfig,
     TierWeight,

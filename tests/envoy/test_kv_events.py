@@ -16,12 +16,12 @@ import aiohttp
 import pytest
 from msgspec import Struct, field
 
-from epp.core.kv_events.zmtp import SocketType, ZmtpConnection, ask_replay, read_replayed
 from epp.shell.gateway.bootstrap import BootstrapOptions
 from sim.demo.arm import Child
 from sim.pods.tokens import draw_words
 from tests.envoy.process import EppProcess
 from tests.envoy.rig import free_ports, http_client, running_envoy, until
+from tests.last_frame import LastFrame
 from tests.pod_relay import PodRelay
 
 pytestmark = [pytest.mark.envoy, pytest.mark.timeout(300)]
@@ -128,34 +128,6 @@ class Pods:
         return serves, publishes, replays
 
 
-class Told(Struct):
-    """The number of the last frame that a pod told: it is asked for those behind the last known one."""
-
-    replay_port: int
-    last: int = -1
-
-    async def ask(self) -> int:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.replay_port)
-        zmtp = ZmtpConnection(SocketType.DEALER)
-        asked = False
-        try:
-            while True:
-                if zmtp.ready and not asked:
-                    zmtp.send(ask_replay(self.last + 1))
-                    asked = True
-                writer.write(zmtp.to_send())
-                data = await reader.read(65_536)
-                assert data, "the pod closed the connection before it had answered"
-                for message in zmtp.feed(data):
-                    found = read_replayed(message)
-                    if found is True:
-                        return self.last
-                    assert isinstance(found, tuple), "a pod answers with frames"
-                    self.last = found[0]
-        finally:
-            writer.close()
-
-
 class Rig(Struct):
     """All of it, running."""
 
@@ -165,7 +137,7 @@ class Rig(Struct):
     lossy: PodRelay
     misled: PodRelay
     chat: Chat
-    told: dict[str, Told]
+    told: dict[str, LastFrame]
     """By the pod's name."""
 
     async def rows(self, picker: EppProcess, page: str) -> list[dict]:
@@ -286,7 +258,8 @@ async def rig(tmp_path) -> AsyncIterator[Rig]:
         systems = [draw_words(random, SYSTEM_TOKENS) for _ in range(TENANTS)]
         chat = Chat(gateway=gateway, random=random, systems=systems)
         told = {
-            name: Told(ports[2]) for name, ports in zip(NAMES, (alone, *behind_relays), strict=True)
+            name: LastFrame(ports[2])
+            for name, ports in zip(NAMES, (alone, *behind_relays), strict=True)
         }
         yield Rig(pickers, restarting, *relays, chat, told)
 
@@ -339,7 +312,7 @@ async def test_what_is_predicted_is_served(rig):
     await rig.is_said("misled", "stale", "is a socket of another type")
     await rig.is_said("restarting", "stale")
     await rig.restarting.start()
-    rig.told["restarting"].last = -1
+    rig.told["restarting"].number = -1
     await rig.is_said("restarting", "live")
     # Those that are not heard are believed to hold what was decided, and serve.
     while not rig.lossy.lost:

@@ -106,7 +106,7 @@ class KvBlockIndexConfig(Parameters, frozen=True):
     @property
     def memory_max_bytes(self) -> int | None:
         """What the sizes leave to the index; None: none is given."""
-        given = []
+        given: list[int | None] = []
         if self.in_memory_config is not None and self.in_memory_config.size is not None:
             given.append(2 * ROW_BYTES * self.in_memory_config.size)
         if self.cost_aware_memory_config is not None:

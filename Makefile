@@ -19,7 +19,7 @@ SIM := --extra sim
 OURS := --no-emit-package homing-epp --no-emit-package homing-rivals
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: help demo test quick validate coverage peers check fmt bench attack chaos soak dist sbom audit tools image actionlint h2spec docs site walkthrough night lock tokenizers apiserver cluster cluster-down cluster-gateway test-cluster kwok cluster-many walkthrough-cluster clean
+.PHONY: help demo test quick validate coverage peers check fmt bench attack chaos soak dist sbom audit tools image actionlint h2spec docs site walkthrough night lock tokenizers apiserver cluster cluster-down cluster-gateway test-cluster kwok cluster-many walkthrough-cluster real clean
 
 help:                 ## what there is to make
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /\1 /p' Makefile | while read -r target what; do \
@@ -151,6 +151,9 @@ cluster-many: $(STAMP) kwok ## docs/capacity.md: 200 and 1,000 pods that come an
 
 walkthrough-cluster: $(STAMP) kwok ## docs/walkthrough-cluster.md anew: from nothing to tuned weights in the cluster, half an hour
 	@$(BIN)/python -m docs.walkthrough_cluster
+
+real: $(STAMP)        ## two real vLLM behind Envoy and the picker: what is told is what is cached; the first time it installs 6 GB
+	@$(BIN)/python -m tests.real
 
 clean:                ## remove what was made, .venv too
 	rm -rf .venv .peers $(TOOLS) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.* demo bench-report site

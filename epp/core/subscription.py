@@ -72,6 +72,7 @@ class Subscription:
         """When the last frame was sent, since 1970 by the engine's clock; None: none was read."""
         self._scheduler = scheduler
         self._waiting: deque[Apply | Forget | Event] = deque()
+        self._noted = self.stream.last
         self._told = (StreamState.NONE, False)
         self._index = next(iter(scheduler.hearing.values()), None)
         self._say_state(now)
@@ -85,6 +86,12 @@ class Subscription:
     @property
     def complete(self) -> bool:
         return self.stream.complete
+
+    @property
+    def noted(self) -> int | None:
+        """The number of a frame up to which note was taken of all; None: of none."""
+        last = self._noted if self._waiting else self.stream.last
+        return None if last is None or last < 0 else last
 
     # What happens to the socket.
 
@@ -180,6 +187,8 @@ class Subscription:
                     self._clear()
                     self.stream.unbalanced(now)
                     asked += self._act()
+        if not waiting:
+            self._noted = self.stream.last
         self._say_state(now)
         return asked
 

@@ -4,6 +4,7 @@ A filter by labels can leave nobody, and that is not load: the client is told 50
 utilization can too, and that is.
 """
 
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from enum import StrEnum
 from typing import Annotated, ClassVar, Final
@@ -251,6 +252,7 @@ class PrefixCacheAffinity(Parameters, frozen=True):
         reads_index=True,
         tells_prefill_speed=True,
         names_load_producer=True,
+        warns=True,
     )
     producer_type: ClassVar[str] = "approx-prefix-cache-producer"
 
@@ -277,6 +279,12 @@ class PrefixCacheAffinity(Parameters, frozen=True):
     @property
     def producer(self) -> str | None:
         return self.prefix_match_info_producer_name
+
+    def warnings(self) -> Sequence[str]:
+        """What is told and does nothing, without the place."""
+        if not self.latency_prediction_info_producer_name:
+            return ()
+        return ("latencyPredictionInfoProducerName has no effect, there is no latency predictor",)
 
     def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
         affinity = candidates.affinity(self.prefix_match_info_producer_name)

@@ -104,7 +104,14 @@ class _SessionAffinity(Parameters, frozen=True):
 
     def warnings(self) -> Sequence[str]:
         """What is told and does nothing, without the place."""
-        return ("profileName has no effect, there is one profile",) if self.profile_name else ()
+        found = []
+        if self.profile_name:
+            found.append("profileName has no effect, there is one profile")
+        if self.session_id_config.eviction_sweep_seconds:
+            found.append(
+                "evictionSweepSeconds has no effect, a session that is too old is never found"
+            )
+        return found
 
     def response_headers(
         self, request: InferenceRequest, endpoint: Endpoint, served: str, /

@@ -1011,7 +1011,7 @@ def test_what_does_less_than_it_says_is_named():
     config = load_plugins(
         told(
             tokenProcessorConfig={"blockSize": 16},
-            indexerConfig={"kvBlockIndexConfig": {"inMemoryConfig": {"size": 5}}},
+            indexerConfig={"kvBlockIndexConfig": {"inMemoryConfig": {"podCacheSize": 5}}},
             kvEventsConfig={
                 "discoverPods": False,
                 "podDiscoveryConfig": {"podLabelSelector": "a=b"},
@@ -1020,7 +1020,7 @@ def test_what_does_less_than_it_says_is_named():
         READER,
     )
     found = " | ".join(warnings(config))
-    for part in ("blockSize is deprecated", "16 tokens cost much", "memoryMaxBytes", "podLabelSelector",
+    for part in ("blockSize is deprecated", "16 tokens cost much", "podCacheSize", "podLabelSelector",
                  "no engine is listened to", "only prompts that come as token ids"):  # fmt: skip
         assert part in found
     quiet = load_plugins(told(tokenProcessorConfig={"blockSizeTokens": 64}), READER)

@@ -17,7 +17,7 @@ from epp.core.knowledge.exact_parameters import TokenProcessorConfig
 from epp.core.knowledge.index import EXACT
 from epp.core.kv_events.mirror import Changed
 from epp.core.kv_events.payload import DEVICE, Fault
-from epp.core.kv_events.stream import AskReplay, StreamState
+from epp.core.kv_events.stream import REPLAYS_MAX, REPLAYS_S, AskReplay, StreamState
 from epp.core.subscription import Subscription
 from epp.core.types import EndpointMetrics, MetricsTarget
 from epp.testing.builders import loaded_adapters
@@ -256,6 +256,30 @@ def test_a_restart_that_looks_like_a_gap_is_found_by_its_scrape():
     assert pod.subscription.stream.counts.restarts >= 1
 
 
+def test_who_loses_frames_all_the_time_is_not_taken_to_tell_all():
+    """More often than it may be asked in a minute; after that all is told again, and counts."""
+    pod = Pod(blocks=100)
+    pod.connect()
+    pod.answer()
+    parts = range(2 * REPLAYS_MAX)
+    for part in parts:
+        pod.serve(prompt(part), lost=part % 2 == 0)
+        pod.settle()
+    assert not pod.exact
+    assert pod.subscription.stream.counts.replays == REPLAYS_MAX
+    assert all(
+        pod.believed(prompt(part)) <= pod.engine.cached_tokens(prompt(part)) for part in parts
+    )
+    assert pod.believed(prompt(parts[-1])) > 0, "what it tells goes on to count"
+    pod.now += REPLAYS_S
+    pod.serve(prompt(50), lost=True)
+    pod.serve(prompt(51))
+    pod.settle()
+    assert pod.exact
+    for part in (*parts, 50, 51):
+        assert pod.believed(prompt(part)) == pod.engine.cached_tokens(prompt(part)) == 32
+
+
 def test_a_hostile_payload_costs_a_fault_and_what_was_believed():
     """By its reason; the next frames count again."""
     pod = Pod()
@@ -283,11 +307,13 @@ def test_what_waits_is_taken_note_of_bit_by_bit():
         pod.serve(prompt(part, part))
     turns = 0
     while pod.subscription.works:
+        assert pod.subscription.noted is None
         before = pod.subscription.blocks_heard
         pod.subscription.work(pod.now, blocks_max=10)
         assert pod.subscription.blocks_heard - before <= 20
         turns += 1
     assert turns > 15
+    assert pod.subscription.noted == 39
     assert pod.believed(prompt(7, 7)) == 64
 
 

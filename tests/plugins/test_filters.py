@@ -154,6 +154,12 @@ def warm_pool(tokens=(0, 0, 0)):
     )
 
 
+def test_a_name_of_a_latency_predictor_is_told_to_have_no_effect():
+    assert filters.PrefixCacheAffinity().warnings() == ()
+    (said,) = filters.PrefixCacheAffinity(latency_prediction_info_producer_name="a").warnings()
+    assert "latencyPredictionInfoProducerName has no effect" in said
+
+
 def test_only_warm_endpoints_stay():
     """Those that hold at least the threshold's share of the prompt."""
     assert kept(filters.PrefixCacheAffinity(), warm_pool()) == [True, True, False]

@@ -105,12 +105,14 @@ def test_what_it_says_of_sessions_is_for_the_index(kind):
 
 
 @BOTH
-def test_a_profile_name_is_warned_of(kind):
-    """There is one profile."""
-    assert convert({"profileName": "prefill"}, kind).warnings() == (
+def test_what_has_no_effect_is_told(kind):
+    """There is one profile, and a session that is too old needs no sweep."""
+    given = {"profileName": "prefill", "sessionIdConfig": {"evictionSweepSeconds": 5}}
+    assert convert(given, kind).warnings() == [
         "profileName has no effect, there is one profile",
-    )
-    assert kind().warnings() == ()
+        "evictionSweepSeconds has no effect, a session that is too old is never found",
+    ]
+    assert kind().warnings() == []
 
 
 @BOTH

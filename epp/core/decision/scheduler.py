@@ -149,9 +149,8 @@ class Decision(Struct, frozen=True, kw_only=True, dict=True):
     @property
     def predicted_tokens(self) -> int:
         """Tokens of the prompt that the endpoint is believed to have held where the request is now."""
-        return predicted_tokens(
-            self.lease.matched_blocks, self.block_tokens, self.lease.request.prompt_tokens
-        )
+        lease = self.lease
+        return predicted_tokens(lease.matched_blocks, self.block_tokens, lease.prompt_tokens)
 
     def request_headers(self) -> dict[str, str]:
         """Headers to set on the request; asked for before anything else is decided."""

@@ -6,7 +6,9 @@ goes through the keys of a prompt from its head and drops on the way whoever doe
 
 **Belief is exact and recent.** Events come when a step of the engine has run, after queue and prefill. What
 was decided in the last seconds is held apart, in an index of decisions with a short time to live, and
-counts beside what is told.
+counts beside what is told. That time is as much longer as an endpoint is late: now and then a decision is
+awaited, which is over once the engine tells of it or of a later one. Whoever is later than `LATE_S_MAX` is
+not taken to tell all that it holds.
 
 **Where a stream does not count.** `set_stream` says of each endpoint how its stream stands. One that is
 not heard has nothing here, and the index of decisions answers for it (`joined`); of one that is heard and
@@ -21,8 +23,10 @@ another bit, and the old rows are swept out bit by bit. Above the limit whoever 
 share gives up what it stored last, which is the tail of conversations; it then does not know all.
 """
 
+import math
 from array import array
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Final
 
@@ -32,7 +36,7 @@ from msgspec import Struct
 from epp.core.abilities import Abilities, Origin
 from epp.core.duration import Duration
 from epp.core.knowledge.candidates import Affinity, Floats, Ints
-from epp.core.knowledge.exact_parameters import PrecisePrefixCacheParameters
+from epp.core.knowledge.exact_parameters import ROW_BYTES, PrecisePrefixCacheParameters
 from epp.core.knowledge.index import (
     EXACT,
     HOST_BLOCKS,
@@ -53,8 +57,6 @@ from epp.core.types import Seconds
 
 TOKENS_MAX: Final = 131_072
 """Of a prompt that are looked at."""
-ROW_BYTES: Final = 92
-"""Of a key, with who holds it; and of a block of the engine, with its key. CPython 3.11, measured."""
 SWEPT_MAX: Final = 8_192
 """Blocks of mirrors that are forgotten, taken out in one call."""
 SWEPT_AT_ONCE_MAX: Final = 1_024
@@ -62,6 +64,10 @@ SWEPT_AT_ONCE_MAX: Final = 1_024
 GIVEN_UP_SHARE: Final = 64
 """Whoever gives up blocks for others gives up at least one in so many."""
 RECENT_BYTES_MAX: Final = 16 * 1024 * 1024
+LATE_S_MAX: Final[Seconds] = 30.0
+"""What was decided is awaited for so long to be told."""
+AWAITED_MAX: Final = 32
+"""Decisions at one endpoint that are awaited, spread over `LATE_S_MAX`."""
 HOST: Final = "cpu"
 """The tier from which engines let others fetch blocks, as they call it."""
 _COUNTS: Final = frozenset({StreamState.REPLAYING, StreamState.LIVE})
@@ -130,12 +136,24 @@ class _Place:
 class _Slot:
     """How the stream of one endpoint stands."""
 
-    __slots__ = ("blocks_total", "complete", "counting", "place", "state")
+    __slots__ = (
+        "awaited",
+        "blocks_total",
+        "complete",
+        "counting",
+        "overdue",
+        "place",
+        "state",
+    )
 
     def __init__(self) -> None:
         self.place: _Place | None = None
         self.state = StreamState.NONE
         self.complete = False
+        self.awaited: deque[tuple[Seconds, int]] = deque()
+        """(when it was decided, the key that is told of it), the oldest first."""
+        self.overdue = False
+        """What was awaited for `LATE_S_MAX` did not come, nor has anything that was decided since."""
         self.counting = True
         self.blocks_total = 0
         """Of the engine; 0: it does not say."""
@@ -161,6 +179,10 @@ class ExactIndex:
         """Of the engines, in all mirrors."""
         self._memory_share = 1.0
         self._names = ModelNames()
+        self._awaiting = False
+        """Anything is awaited anywhere."""
+        self._looked_at_s: Seconds = -math.inf
+        """When it was last seen what had been told of it."""
         self._exact: Floats | None = None
         """The column `EXACT`; None: it is to be made anew."""
         self._settings = settings
@@ -201,6 +223,7 @@ class ExactIndex:
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
         """Leading full blocks that each slot holds, by their weight, summed over the prompts."""
         chains = self._chains(request)
+        self._look_for_awaited(now)
         columns = {EXACT: self._exact_of(slots)}
         if not chains:
             self.statistics.unknown_tokens += 1
@@ -331,6 +354,8 @@ class ExactIndex:
         known = self._slot(slot)
         known.state = state
         known.complete = complete
+        if not complete or state not in _COUNTS:
+            self._await_nothing(slot)
         if known.place is None and state in _COUNTS:
             self._new_place(slot)
         self._count_places()
@@ -338,6 +363,7 @@ class ExactIndex:
     def silence(self, slot: int) -> None:
         """What the engine in `slot` said so far does not hold; what was decided does."""
         known = self._slot(slot)
+        self._await_nothing(slot)
         place, known.place = known.place, None
         if place is None:
             return
@@ -369,9 +395,7 @@ class ExactIndex:
             # Of such blocks the mirror does not follow every run to its end.
             return None
         keys = array("Q", chains[0])
-        total = len(keys)
-        if self.block_tokens % size:
-            total = total * self.block_tokens // size * size // self.block_tokens
+        total = self._told_blocks(len(keys), size)
         if not total:
             return None
         bit = known.place.bit
@@ -396,6 +420,7 @@ class ExactIndex:
             self._await_own(request, now)
         if not chains or not self._settings.speculative_indexing:
             return None
+        self._await_told(chains[0], slot, now)
         return self._recent.record(self._as_recent(chains), slot, now)
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
@@ -403,6 +428,8 @@ class ExactIndex:
         if recorded is not None:
             chains = request.token_chains.get(self.block_tokens, ())
             self._recent.retract(self._as_recent(chains), slot, recorded, now)
+            if chains:
+                self._await_no_more(slot, chains[0])
 
     def forget(self, slot: int) -> None:
         """The endpoint in `slot` left or restarted."""
@@ -416,6 +443,7 @@ class ExactIndex:
 
     def expire(self, now: Seconds) -> None:
         """Sweep out what is forgotten, and what is above the memory limit, a bounded number."""
+        self._look_for_awaited(now)
         left = SWEPT_MAX
         while self._forgotten and left > 0:
             left -= self._sweep(self._forgotten[0], left)
@@ -463,6 +491,13 @@ class ExactIndex:
     def _as_recent(self, chains: tuple[bytes, ...]) -> InferenceRequest:
         block_bytes = self.block_tokens * TOKEN_BYTES
         return InferenceRequest(request_id="", chains={block_bytes: chains})
+
+    def _told_blocks(self, blocks: int, engine_block_tokens: int) -> int:
+        """Of `blocks` of ours, with nothing behind them, those that end within a whole block of the engine."""
+        size = engine_block_tokens
+        if not self.block_tokens % size:
+            return blocks
+        return blocks * self.block_tokens // size * size // self.block_tokens
 
     def _tokens_of(self, request: InferenceRequest, number: int, blocks: int) -> int:
         """Tokens of prompt `number`; where they are gone, as many as the request says, or its blocks have."""
@@ -524,7 +559,7 @@ class ExactIndex:
             exact = self._exact = np.zeros(max(slots, len(self._slots)))
             for slot, known in enumerate(self._slots):
                 place = known.place
-                told = known.complete and known.state in _COUNTS
+                told = known.complete and not known.overdue and known.state in _COUNTS
                 exact[slot] = told and place is not None and not place.mirror.cut
         return exact[:slots]
 
@@ -588,6 +623,75 @@ class ExactIndex:
             for number in _places_in(mask):
                 lost[number] = lost.get(number, 0.0) + less * blocks
         return found, lost
+
+    # How late engines tell.
+
+    def _await_told(self, chain: bytes, slot: int, now: Seconds) -> None:
+        """Await that the engine in `slot` tells of a prompt that is sent there now, if that says anything."""
+        known = self._slot(slot)
+        place = known.place
+        if place is None or not known.complete or known.state not in _COUNTS:
+            return
+        if known.awaited and now - known.awaited[-1][0] < LATE_S_MAX / AWAITED_MAX:
+            return
+        mirror = place.mirror
+        size = mirror.engine_block_tokens
+        if mirror.cut or size % mirror.step_tokens:
+            # Of such blocks the mirror does not follow every run to its end.
+            return
+        keys = array("Q", chain)
+        blocks = self._told_blocks(len(keys), size) if size else len(keys)
+        if not blocks or self._holds(place, keys[blocks - 1]):
+            return
+        known.awaited.append((now, keys[blocks - 1]))
+        self._awaiting = True
+
+    def _holds(self, place: _Place, key: int) -> bool:
+        return any(rows.get(key, 0) & place.bit for rows in self._tiers.values())
+
+    def _look_for_awaited(self, now: Seconds) -> None:
+        """See what was told, some times in `speculativeTTL`, and how long what was decided counts."""
+        ttl_s = float(self._settings.speculative_ttl)
+        if not self._awaiting or now - self._looked_at_s < ttl_s / 4:
+            return
+        self._looked_at_s = now
+        self._awaiting = False
+        for slot, known in enumerate(self._slots):
+            awaited, place = known.awaited, known.place
+            told = 0
+            if place is not None:
+                newest_first = range(len(awaited), 0, -1)
+                told = next(
+                    (at for at in newest_first if self._holds(place, awaited[at - 1][1])), 0
+                )
+            for _ in range(told):
+                awaited.popleft()
+            overdue = known.overdue and not told
+            while awaited and now - awaited[0][0] > LATE_S_MAX:
+                awaited.popleft()
+                overdue = True
+            if overdue is not known.overdue:
+                known.overdue = overdue
+                self._exact = None
+            late_s = now - awaited[0][0] if awaited else 0.0
+            # What is told in time needs no time of its own.
+            self._recent.stretch(slot, 1.0 + late_s / ttl_s if late_s > ttl_s / 2 else 1.0)
+            self._awaiting = self._awaiting or bool(awaited)
+
+    def _await_no_more(self, slot: int, chain: bytes) -> None:
+        """The prompt with this chain was not sent to `slot`."""
+        awaited = self._slot(slot).awaited
+        keys = frozenset(array("Q", chain)) if awaited else ()
+        for one in [one for one in awaited if one[1] in keys]:
+            awaited.remove(one)
+
+    def _await_nothing(self, slot: int) -> None:
+        """What the endpoint in `slot` was sent so far is not awaited any more."""
+        known = self._slots[slot]
+        known.awaited.clear()
+        if known.overdue:
+            known.overdue = False
+            self._exact = None
 
     # Rows.
 

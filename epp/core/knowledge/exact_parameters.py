@@ -4,7 +4,7 @@ import re
 from ipaddress import ip_address
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from msgspec import Meta, field
+from msgspec import Meta, field, structs
 
 from epp.core.duration import Duration, check_above_zero, parse_duration
 from epp.core.kv_events.payload import DEVICE
@@ -18,6 +18,11 @@ BLOCK_TOKENS_ADVISED: Final = 32
 UNLISTED_WEIGHT: Final = 0.5
 """Of a tier that is neither the device nor listed."""
 
+ROW_BYTES: Final = 92
+"""Of a key, with who holds it; and of a block of the engine, with its key. CPython 3.11, measured."""
+_BYTES: Final = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) *([KMGT]?)(I?)B?", re.IGNORECASE)
+_PREFIXES: Final = ("", "k", "m", "g", "t")
+
 _PORT: Final = re.compile("[0-9]{1,5}")
 _PORT_MAX: Final = 65_535
 _EVERYWHERE: Final = ("*", "0.0.0.0", "::")  # noqa: S104  who connects is looked at
@@ -30,8 +35,9 @@ class TokenProcessorConfig(Parameters, frozen=True):
     block_size: Annotated[int, Meta(ge=1, le=65_536)] | None = None
     """Deprecated name; counts while `blockSizeTokens` is not given."""
     hash_seed: str = ""
-    """Keys are not the engines' here: nothing has to equal theirs."""
+    """No effect: keys are not the engines' here, nothing has to equal theirs."""
     hash_algorithm: str = ""
+    """No effect, likewise."""
 
     @property
     def block_tokens(self) -> int:
@@ -51,14 +57,34 @@ class InMemoryConfig(Parameters, frozen=True):
 
     size: Annotated[int, Meta(ge=1)] | None = None
     pod_cache_size: Annotated[int, Meta(ge=1)] | None = None
+    """No effect: a key is known of every endpoint that holds it."""
 
 
 class CostAwareMemoryConfig(Parameters, frozen=True):
     size: str = ""
+    """In bytes, with a unit such as MB or GiB."""
+
+    def __post_init__(self) -> None:
+        self._read_size()
+
+    @property
+    def size_bytes(self) -> int | None:
+        """None: it is not given."""
+        return self._read_size()
+
+    def _read_size(self) -> int | None:
+        if not self.size:
+            return None
+        given = _BYTES.fullmatch(self.size.strip())
+        if given is None:
+            raise ValueError(f"size is {self.size!r}, expected bytes with a unit, such as 2GiB")
+        number, prefix, binary = given.groups()
+        size_bytes = float(number) * (1_024 if binary else 1_000) ** _PREFIXES.index(prefix.lower())
+        return max(1, int(size_bytes))
 
 
 class KvBlockIndexConfig(Parameters, frozen=True):
-    """Where the field keeps its index; here it is in memory, whatever is given."""
+    """Where the field keeps its index; here it is in memory, whatever is given, and as small as that."""
 
     in_memory_config: InMemoryConfig | None = None
     cost_aware_memory_config: CostAwareMemoryConfig | None = None
@@ -76,6 +102,16 @@ class KvBlockIndexConfig(Parameters, frozen=True):
                 "the index is not kept in Redis or Valkey, each picker hears every engine itself: "
                 "remove `redisConfig`"
             )
+
+    @property
+    def memory_max_bytes(self) -> int | None:
+        """What the sizes leave to the index; None: none is given."""
+        given: list[int | None] = []
+        if self.in_memory_config is not None and self.in_memory_config.size is not None:
+            given.append(2 * ROW_BYTES * self.in_memory_config.size)
+        if self.cost_aware_memory_config is not None:
+            given.append(self.cost_aware_memory_config.size_bytes)
+        return min((size for size in given if size is not None), default=None)
 
 
 class IndexerConfig(Parameters, frozen=True):
@@ -165,7 +201,8 @@ class PrecisePrefixCacheParameters(Parameters, frozen=True):
     indexer_config: IndexerConfig = field(default_factory=IndexerConfig)
     """Weights of tiers beside the device in `kvCacheBackendConfigs`, a list of `name` and `weight`, and of
     others in `kvCacheDefaultBackendWeight`; the store in `kvBlockIndexConfig` is memory, and its metrics
-    are always on."""
+    are always on: `inMemoryConfig.size`, in keys, and `costAwareMemoryConfig.size`, "2GiB", lower
+    `memoryMaxBytes`."""
     kv_events_config: KvEventsConfig = field(default_factory=KvEventsConfig)
     """How engines are heard: `engineType`, `topicFilter`, `discoverPods`, and
     `podDiscoveryConfig.socketPort` and `.replaySocketPort`, without which each endpoint is asked;
@@ -179,6 +216,10 @@ class PrecisePrefixCacheParameters(Parameters, frozen=True):
 
     def __post_init__(self) -> None:
         check_above_zero("speculativeTTL", self.speculative_ttl)
+        size = self.indexer_config.kv_block_index_config.memory_max_bytes
+        if size is not None and size < self.memory_max_bytes:
+            # Whoever plans memory, or shows what the index may take, reads one number.
+            structs.force_setattr(self, "memory_max_bytes", size)
 
     @property
     def block_tokens(self) -> int:
@@ -196,9 +237,15 @@ class PrecisePrefixCacheParameters(Parameters, frozen=True):
                 f"blocks of {self.block_tokens} tokens cost much memory, "
                 f"{BLOCK_TOKENS_ADVISED} or 64 know as much"
             )
+        if processor.hash_seed or processor.hash_algorithm:
+            found.append(
+                "hashSeed and hashAlgorithm have no effect, keys need not equal those of engines"
+            )
         store = self.indexer_config.kv_block_index_config
-        if store.in_memory_config is not None or store.cost_aware_memory_config is not None:
-            found.append("the size of the index is limited by memoryMaxBytes, sizes have no effect")
+        if store.in_memory_config is not None and store.in_memory_config.pod_cache_size is not None:
+            found.append(
+                "podCacheSize has no effect, a key is known of every endpoint that holds it"
+            )
         discovery = events.pod_discovery_config
         if discovery.pod_label_selector or discovery.pod_namespace:
             found.append(

@@ -6,7 +6,7 @@ nobody tells. Where adapters are served, a name that no engine has told yet may 
 the model's own once an engine holds, as the model's, what was asked for under it and was not there before.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Container
 from typing import Final, TypeVar
 
@@ -17,6 +17,8 @@ NAMES_MAX: Final = 256
 """That clients asked for and no engine has told; clients choose them."""
 AWAITED_S: Final[Seconds] = 10.0
 """So long an engine has to hold what one request asked for, until another takes its place."""
+AWAITED_MAX: Final = 8
+"""Requests of one name that are awaited at once: of some nobody hears, some are given up before anybody looks."""
 
 _Kept = TypeVar("_Kept")
 
@@ -29,8 +31,8 @@ class ModelNames:
         self._adapters_served = False
         self._own: OrderedDict[str, None] = OrderedDict()
         """Those of the model itself."""
-        self._awaited: OrderedDict[str, tuple[int, Seconds]] = OrderedDict()
-        """Name -> a key that somebody holds soon if it is one of the model's own, and since when."""
+        self._awaited: OrderedDict[str, deque[tuple[int, Seconds]]] = OrderedDict()
+        """Name -> keys that somebody holds soon if it is one of the model's own, and since when."""
 
     def adapters_told(self, names: Collection[str]) -> None:
         """Engines serve adapters, these among them."""
@@ -55,7 +57,7 @@ class ModelNames:
         if name in self._own:
             return ""
         awaited = self._awaited.get(name)
-        if awaited is None or awaited[0] not in held:
+        if awaited is None or not any(key in held for key, _ in awaited):
             return None
         del self._awaited[name]
         _put(self._own, name, None)
@@ -64,12 +66,14 @@ class ModelNames:
     def awaits(self, name: str, now: Seconds) -> bool:
         """What `name` is will be seen by what was asked for under it a moment ago."""
         known = self._awaited.get(name)
-        return known is not None and now - known[1] < AWAITED_S
+        return known is not None and now - known[-1][1] < AWAITED_S / AWAITED_MAX
 
     def asked(self, name: str, key: int, held: Container[int], now: Seconds) -> None:
         """A prompt was sent under `name` that ends with `key` if that is one of the model's own."""
         if key not in held:
-            _put(self._awaited, name, (key, now))
+            awaited = self._awaited.get(name) or deque(maxlen=AWAITED_MAX)
+            awaited.append((key, now))
+            _put(self._awaited, name, awaited)
 
 
 def _put(names: OrderedDict[str, _Kept], name: str, kept: _Kept) -> None:

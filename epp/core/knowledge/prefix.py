@@ -499,6 +499,13 @@ class PrefixIndex:
         # What its own correction takes says nothing of the next window.
         slot.capacity_bound = False
 
+    def stretch(self, slot: int, factor: float) -> None:
+        """From now on what was routed to `slot` counts for `factor` times the TTL."""
+        stretched = self._slot(slot)
+        if stretched.ttl_factor != factor:
+            stretched.ttl_factor = factor
+            self._compare_ttls()
+
     def _uncorrected_capacity_of(self, slot: _Slot) -> int:
         """In blocks, by the engine's word or else by the configuration."""
         if not slot.engine_tokens:

@@ -189,7 +189,7 @@ class KVEventStream:
         elif self._last is None:
             self._begin_anew(now)
         elif self._may_replay(now):
-            self._ask(self._last + 1, now, confirm=True)
+            self._ask_missing(self._last + 1, now)
         else:
             self._reset(now)
 
@@ -364,7 +364,7 @@ class KVEventStream:
         if self._snapshots:
             self._ask_snapshot()
         elif self._may_replay(now):
-            self._ask(self._last + 1, now, confirm=True)
+            self._ask_missing(self._last + 1, now)
         else:
             self.counts.lost += frame.sequence - self._last - 1
             self._forget()
@@ -403,6 +403,13 @@ class KVEventStream:
             self._ask_snapshot()
         elif self._may_replay(now):
             self._ask(0, now)
+
+    def _ask_missing(self, first: int, now: Seconds) -> None:
+        """For what came since frame `first`; for all, where what came before is missing too."""
+        if self._owed:
+            self._ask(0, now)
+        else:
+            self._ask(first, now, confirm=True)
 
     def _ask_snapshot(self) -> None:
         self._stop_asking()

@@ -252,10 +252,11 @@ class _Engine:
         self.ttft_sum = (Selector(names.ttft + b"_sum"),) if names.ttft else ()
         self.ttft_count = (Selector(names.ttft + b"_count"),) if names.ttft else ()
         self.ttft = frozenset(each.name for each in (*self.ttft_sum, *self.ttft_count))
+        caches = (*names.cache_queried, *names.cache_hit)
         load = (
             *(*names.waiting, *names.running, *names.kv_cache_usage, *names.requests_total),
-            *(*names.cache_queried, *names.cache_hit, *names.rejections_total),
-            *(*self.ttft_sum, *self.ttft_count, *names.first_outputs),
+            *(*names.rejections_total, *names.first_outputs),
+            *(*self.ttft_sum, *self.ttft_count),
             *(series for _, series in names.attributes),
         )
         seldom = (*names.block_size_tokens, *names.blocks_total, *names.awake)
@@ -266,7 +267,10 @@ class _Engine:
             names.adapter_slots,
         }
         rest = {selector.name for selector in seldom} | infos - {b""}
-        wanted = {selector.name for selector in load} | rest
+        fresh = {selector.name for selector in load} | rest
+        self.compared = frozenset({selector.name for selector in caches} - fresh)
+        """What is compared over half a minute or more, and nothing else."""
+        wanted = fresh | self.compared
         self.load = frozenset(wanted - rest)
         """Series that tell nothing but what changes from page to page."""
         names_wanted = _alternatives(sorted(wanted))
@@ -385,7 +389,7 @@ class PageMemory:
             self._pages_until_layout -= 1
             return
         lines = {name: len(samples) for name, samples in found.items()}
-        layout = layout_of(page, engine.headings, lines, engine.ttft)
+        layout = layout_of(page, engine.headings, lines, engine.ttft, engine.compared)
         if layout is None:
             self._pages_until_layout = PAGES_MAX  # a page without headings will have none soon
         else:

@@ -51,7 +51,7 @@ CONNECT_S_MAX: Final[Seconds] = 5.0
 BACKOFF_S: Final[Seconds] = 0.5
 BACKOFF_S_MAX: Final[Seconds] = 5.0
 NO_SOURCE_S: Final[Seconds] = 30.0
-"""Until an endpoint that has no source is asked again."""
+"""Until an endpoint that said that it has no source is asked again; one that did not answer is sooner."""
 TAKEN_OVER_S: Final[Seconds] = 5.0
 """A connection on which nothing was heard for so long gives way to another of the same endpoint."""
 TRIES_BEFORE_ASKING: Final = 3
@@ -99,6 +99,8 @@ class SourceRow(Struct, frozen=True, kw_only=True):
     """Where it publishes, as far as that is known."""
     lag_s: Seconds | None = None
     """How old the last frame is, by the clocks of engine and picker."""
+    sequence: int | None = None
+    """The engine's number of a frame up to which note was taken of all."""
 
 
 class KVEventsSnapshot(Struct, frozen=True, kw_only=True):
@@ -383,10 +385,10 @@ class KVEventListener:
                 continue
             if source.place is None or tries >= TRIES_BEFORE_ASKING:
                 tries = 0
-                await self._find(source)
-            if source.place is None:
-                await asyncio.sleep(self._jittered(NO_SOURCE_S))
-                continue
+                answered = await self._find(source)
+                if source.place is None:
+                    await asyncio.sleep(self._jittered(NO_SOURCE_S if answered else BACKOFF_S_MAX))
+                    continue
             heard = await self._hear(source, source.place)
             tries = 0 if heard else tries + 1
             pause_s = min(BACKOFF_S * 2.0 ** min(tries, 10), BACKOFF_S_MAX)
@@ -395,8 +397,8 @@ class KVEventListener:
     def _jittered(self, pause_s: Seconds) -> Seconds:
         return pause_s * self._random.uniform(0.8, 1.2)
 
-    async def _find(self, source: _Source) -> None:
-        """Set where `source` publishes, or why that is not known."""
+    async def _find(self, source: _Source) -> bool:
+        """Set where `source` publishes, or why that is not known; whether it was reached."""
         assert self._settings is not None, "who is heard is configured"
         discovery = self._settings.pod_discovery_config
         host = source.endpoint.host
@@ -406,7 +408,7 @@ class KVEventListener:
             source.place = Place(
                 host, discovery.socket_port + rank, None if replay is None else replay + rank
             )
-            return
+            return True
         target = MetricsTarget(port=source.endpoint.port, path=SOURCES_PATH)
         account = self._share.open()
         client = PageClient(
@@ -420,10 +422,10 @@ class KVEventListener:
             source.place = Place(
                 host, DEFAULT_PORT + rank, None if replay is None else replay + rank
             )
-            return
+            return True
         except OSError as error:
             source.problem = f"{client.url} cannot be reached: {type(error).__name__}"
-            return
+            return False
         finally:
             client.close()
             account.close()
@@ -432,6 +434,7 @@ class KVEventListener:
             source.place, source.problem = None, f"{client.url} {found}"
         else:
             source.place = found
+        return True
 
     async def _hear(self, source: _Source, place: Place) -> bool:
         """Hear until the connection ends; whether anything was heard."""
@@ -625,6 +628,7 @@ class KVEventListener:
             problem="" if heard else source.problem,
             place=_spelt(source.heard_at),
             lag_s=None if told_at_s is None else self._wall_clock() - told_at_s,
+            sequence=subscription.noted,
         )
 
 

@@ -5,10 +5,13 @@ and engines write that line before there is a series. An endpoint also keeps the
 metrics. So the heading of each wanted metric is looked for close to where the last page had it,
 and series that are the same bytes as before are not read again. Of a histogram only the lines of its
 sum and its count are wanted, which stand among those of its buckets: each is looked for by its labels,
-close to where it was, on one page of `ALONE_EVERY`. They are compared over half a minute or more, and
-on every page they would take half as long again as all the rest.
+close to where it was.
 
-It differs from reading the whole page in two ways. Lines that stand alone are seen some pages later.
+What is compared over half a minute or more is looked for on one page of `SELDOM_EVERY`, all of it on the
+same one: the lines of histograms, and metrics that are named as `seldom`. On every page they would take
+longer than all the rest.
+
+It differs from reading the whole page in two ways. What is looked for seldom is seen some pages later.
 And a metric that the page did not have when its
 layout was taken, and a series that stands apart from the others of its metric, are seen when the
 layout is taken anew: after `PAGES_MAX` pages, and at once when a heading is not near its place or
@@ -28,7 +31,7 @@ PAGES_MAX: Final = 64
 """How many pages are read by one layout."""
 KEPT_BYTES_MAX: Final = 32 * 1024
 """Of wanted series of one page; a page with more of them is always read whole."""
-ALONE_EVERY: Final = 8
+SELDOM_EVERY: Final = 8
 LINES_ALONE_MAX: Final = 64
 """Of one name: as many ranks or models as share an engine's page."""
 _AFTER_NAME: Final = (b"{", b" ", b"\t")
@@ -42,10 +45,12 @@ def headings_of(names: bytes) -> re.Pattern[bytes]:
 
 
 class _Metric:
-    __slots__ = ("at", "heading", "name", "text")
+    __slots__ = ("at", "heading", "name", "seldom", "text")
 
-    def __init__(self, name: bytes, heading: bytes, at: int, text: bytes) -> None:
+    def __init__(self, name: bytes, heading: bytes, at: int, text: bytes, *, seldom: bool) -> None:
         self.name = name
+        self.seldom = seldom
+        """It is looked for on one page of `SELDOM_EVERY`."""
         self.heading = heading
         """With the newlines before and after it."""
         self.at = at
@@ -84,12 +89,12 @@ class PageLayout:
             return None
         self._pages_left -= 1
         self._page_bytes = len(page)
-        alone_due = self._pages_left % ALONE_EVERY == 0
+        all_due = self._pages_left % SELDOM_EVERY == 0
         changed: dict[bytes, list[bytes]] = {}
         changed_lines: set[bytes] = set()
         moved = 0
         for metric in self._metrics:
-            if isinstance(metric, _Line) and not alone_due:
+            if metric.seldom and not all_due:
                 metric.at += moved
                 continue
             expected = metric.at + moved
@@ -122,9 +127,11 @@ def layout_of(
     headings: re.Pattern[bytes],
     lines: Mapping[bytes, int],
     alone: Collection[bytes] = (),
+    seldom: Collection[bytes] = (),
 ) -> PageLayout | None:
     """The layout of `page`, which has so many `lines` of each name that is wanted.
 
+    `alone`: series that may stand among others; they are looked for as seldom as those of `seldom`.
     None: not all of them stand below the one heading of their metric, except those `alone`, the page
     begins with a heading, or there is too much to keep.
     """
@@ -143,7 +150,8 @@ def layout_of(
         kept_bytes += len(text)
         if kept_bytes > KEPT_BYTES_MAX:
             return None
-        metrics.append(_Metric(name, heading[0] + b"\n", heading.start(), text))
+        opening = heading[0] + b"\n"
+        metrics.append(_Metric(name, opening, heading.start(), text, seldom=name in seldom))
     for name, count in lines.items():
         if name in alone and name not in below:
             stand_alone = _lines_alone(page, name)
@@ -172,7 +180,7 @@ def _lines_alone(page: bytes, name: bytes) -> list[_Line]:
             if b"#" in line or labels <= labelled or len(found) == LINES_ALONE_MAX:
                 return []
             heading = page[at : start + labels]
-            found.append(_Line(name, heading, at, line[labels:]))
+            found.append(_Line(name, heading, at, line[labels:], seldom=True))
         at = page.find(opening, end)
     return found
 

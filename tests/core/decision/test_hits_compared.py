@@ -151,6 +151,16 @@ def test_what_was_told_is_a_share_of_the_tokens_that_are_known():
     assert scheduler.accuracy.bytes_per_token("my-model") == pytest.approx(1.0)
 
 
+def test_a_decision_counts_what_is_held_in_the_tokens_that_are_known():
+    """Each byte is a token here: what is held is more than four bytes each would be."""
+    ids = bytes(4 * 4 * TOKENS)
+    scheduler = scheduler_that_is_told(held=ids[: len(ids) // 2])
+    asked = request(prompts=(b"x" * 4 * TOKENS,), prompt_tokens=TOKENS, token_ids=(ids,))
+    decision = scheduler.schedule(asked, 1.0)
+    assert decision.predicted_tokens == decision.account.leg.predicted_tokens == 2 * TOKENS
+    assert decision.lease.prompt_tokens == 4 * TOKENS
+
+
 def test_a_replica_that_is_not_heard_makes_nothing_wrong():
     """It sent as many requests that found nothing: of ours all may have been found."""
     scheduler = scheduler_of()

@@ -8,8 +8,9 @@ import pytest
 
 from epp.core.duration import Duration
 from epp.core.knowledge import exact as module
-from epp.core.knowledge.exact import ROW_BYTES, ExactIndexSettings
+from epp.core.knowledge.exact import LATE_S_MAX, ExactIndexSettings
 from epp.core.knowledge.exact_parameters import (
+    ROW_BYTES,
     IndexerConfig,
     KvEventsConfig,
     TierWeight,
@@ -273,9 +274,66 @@ def test_what_was_decided_lately_counts_until_it_is_told():
     given = asked(TOKENS[:300])
     recorded = index.record(given, 1, 10.0)
     assert held(index, asked(TOKENS[:400]), 11.0) == [0, 4, 0]
+    # It tells of what was decided after it, and not of that.
+    index.record(asked(TOKENS[512:600]), 1, 11.0)
+    index.hear(1, [run(TOKENS[512:576], first=900)], 11.0)
     assert held(index, asked(TOKENS[:400]), 12.5) == [0, 0, 0]
     index.retract(given, 1, recorded, 11.0)
     assert held(index, asked(TOKENS[:400]), 11.0) == [0, 0, 0]
+
+
+def exact_of(index, now):
+    return index.match(asked(TOKENS[:300]), SLOTS, now).columns[EXACT].tolist()
+
+
+def test_what_was_decided_counts_until_a_late_engine_tells_of_it():
+    """Or of what was decided later: then it is gone, or was never computed."""
+    index = opened()
+    index.hear(0, [run(TOKENS[:64])], 0.0)
+    first, second = asked(TOKENS[:300]), asked(TOKENS[512:800])
+    index.record(first, 0, 10.0)
+    for now in (11.5, 13.0, 14.5):
+        index.expire(now)
+        assert held(index, first, now) == [4, 0, 0]
+    index.record(second, 0, 14.5)
+    index.hear(0, [run(TOKENS[512:768], first=900)], 16.0)
+    index.expire(16.0)
+    assert held(index, first, 17.0) == [1, 0, 0]
+    assert held(index, second, 17.0) == [4, 0, 0]
+    assert exact_of(index, 17.0) == [1.0, 1.0, 1.0]
+
+
+def test_an_engine_that_is_later_than_that_is_not_taken_to_tell_all():
+    """Until it tells of something that was decided since."""
+    index = opened()
+    given = asked(TOKENS[:300])
+    index.record(given, 0, 10.0)
+    index.expire(10.0 + LATE_S_MAX)
+    assert exact_of(index, 10.0 + LATE_S_MAX) == [1.0, 1.0, 1.0]
+    index.expire(41.0)
+    assert exact_of(index, 41.0) == [0.0, 1.0, 1.0]
+    index.expire(42.0)
+    assert held(index, given, 43.0) == [0, 0, 0]
+    index.record(given, 0, 50.0)
+    index.hear(0, [run(TOKENS[:256])], 51.0)
+    assert exact_of(index, 52.0) == [1.0, 1.0, 1.0]
+
+
+def test_what_was_not_sent_after_all_is_not_awaited():
+    index = opened()
+    given = asked(TOKENS[:300])
+    index.retract(given, 0, index.record(given, 0, 10.0), 10.5)
+    index.expire(41.0)
+    assert exact_of(index, 41.0) == [1.0, 1.0, 1.0]
+
+
+def test_of_an_endpoint_that_left_nothing_is_awaited():
+    index = opened()
+    index.record(asked(TOKENS[:300]), 0, 10.0)
+    index.forget(0)
+    index.set_stream(0, LIVE, complete=True)
+    index.expire(41.0)
+    assert exact_of(index, 41.0) == [1.0, 1.0, 1.0]
 
 
 def test_what_was_decided_is_taken_back_without_its_tokens():

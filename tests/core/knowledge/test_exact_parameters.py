@@ -72,11 +72,44 @@ def test_all_that_the_samples_of_the_field_write_is_read():
         ({"kvEventsConfig": {"zmqEndpoint": "tcp://*:70000"}}, "expected tcp://ADDRESS:PORT"),
         ({"kvEventsConfig": {"zmqEndpoint": "tcp://*"}}, "expected tcp://ADDRESS:PORT"),
         ({"indexerConfig": {"kvBlockIndexConfig": {"metricsLoggingInterval": "x"}}}, "duration"),
+        (
+            {"indexerConfig": {"kvBlockIndexConfig": {"costAwareMemoryConfig": {"size": "much"}}}},
+            "size is 'much', expected bytes with a unit",
+        ),
     ],
 )
 def test_what_cannot_be_obeyed_is_refused_with_a_sentence(parameters, sentence):
     with pytest.raises(msgspec.ValidationError, match=sentence):
         read(**parameters)
+
+
+@pytest.mark.parametrize(
+    ("store", "bytes_max"),
+    [
+        ({}, 536_870_912),
+        ({"inMemoryConfig": {"size": 1_000}}, 184_000),
+        ({"inMemoryConfig": {"size": 100_000_000}}, 536_870_912),
+        ({"inMemoryConfig": {"podCacheSize": 10}}, 536_870_912),
+        ({"costAwareMemoryConfig": {"size": "1.5 MiB"}}, 1_572_864),
+        ({"costAwareMemoryConfig": {"size": "100kb"}}, 100_000),
+        ({"costAwareMemoryConfig": {"size": "2G"}}, 536_870_912),
+        ({"inMemoryConfig": {"size": 10}, "costAwareMemoryConfig": {"size": "1000"}}, 1_000),
+    ],
+)
+def test_the_size_of_a_store_bounds_the_memory_of_the_index(store, bytes_max):
+    """Both in keys and in bytes; the lowest counts, also where the plan of memory lowers it further."""
+    parameters = read(indexerConfig={"kvBlockIndexConfig": store})
+    assert parameters.memory_max_bytes == bytes_max
+    assert msgspec.structs.replace(parameters, memory_max_bytes=7).memory_max_bytes == 7
+
+
+def test_what_has_no_effect_is_told():
+    said = " ".join(read(tokenProcessorConfig={"blockSizeTokens": 64, "hashSeed": "42"}).warnings())
+    assert "hashSeed and hashAlgorithm have no effect" in said
+    sizes = {"inMemoryConfig": {"size": 10, "podCacheSize": 2}}
+    said = " ".join(read(indexerConfig={"kvBlockIndexConfig": sizes}).warnings())
+    assert "podCacheSize has no effect" in said
+    assert read(tokenProcessorConfig={"blockSizeTokens": 64}).warnings() == []
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 from epp.core.knowledge import model_names as module
-from epp.core.knowledge.model_names import AWAITED_S, ModelNames
+from epp.core.knowledge.model_names import AWAITED_MAX, AWAITED_S, ModelNames
 
 
 def serving(*adapters):
@@ -33,12 +33,25 @@ def test_a_name_is_the_models_own_when_what_it_asked_for_is_held_as_the_models()
 
 
 def test_another_request_is_awaited_where_the_first_was_not_heard_of():
-    """It may have failed; but not before an engine had time."""
+    """It may have failed, or was given up before anybody looked; the first counts too, if it is later."""
     names = serving()
     assert not names.awaits("base", 0.0)
     names.asked("base", 8, (), 0.0)
-    assert names.awaits("base", AWAITED_S / 2)
-    assert not names.awaits("base", AWAITED_S)
+    between_s = AWAITED_S / AWAITED_MAX
+    assert names.awaits("base", between_s / 2)
+    assert not names.awaits("base", between_s)
+    for number in range(1, AWAITED_MAX):
+        names.asked("base", 8 + number, (), number * between_s)
+    assert names.adapter_of("base", {7}) is None
+    assert names.adapter_of("base", {8}) == ""
+
+
+def test_what_is_awaited_is_bounded():
+    names = serving()
+    for number in range(AWAITED_MAX + 1):
+        names.asked("base", number, (), number * AWAITED_S)
+    assert names.adapter_of("base", {0}) is None
+    assert names.adapter_of("base", {1}) == ""
 
 
 def test_names_that_clients_choose_are_bounded(monkeypatch):

@@ -214,8 +214,6 @@ def test_replays_have_a_rate():
     assert asked < module.REPLAYS_MAX
     assert stream.state is StreamState.LIVE
     assert not stream.complete
-    stream.received(1_000, b"much later", 1.0 + module.REPLAYS_S)
-    assert AskReplay(199) in stream.actions()
 
 
 def worn_out():
@@ -241,6 +239,24 @@ def test_who_has_asked_too_often_asks_for_all_later():
     assert answered(stream, *told, now=62.0) == [FORGET, *applied(*told, last + 2)]
     assert (stream.state, stream.complete) == (StreamState.LIVE, True)
     assert seen(stream, 200.0) == []
+
+
+@pytest.mark.parametrize("way", ["a gap", "a connection"])
+def test_who_has_asked_too_often_asks_for_all_also_where_more_is_missing(way):
+    """What is missing since is not all: a stream that goes on to lose frames would never know all."""
+    stream, last = worn_out()
+    later_s = 1.0 + module.REPLAYS_S
+    if way == "a gap":
+        assert came(stream, last + 2, now=later_s) == [AskReplay(0)]
+    else:
+        stream.disconnected(later_s)
+        stream.connected(later_s)
+        assert came(stream, last + 2, now=later_s) == [AskReplay(0)]
+    told = range(last + 2)
+    assert answered(stream, *told, now=later_s) == [FORGET, *applied(*told, last + 2)]
+    assert (stream.state, stream.complete) == (StreamState.LIVE, True)
+    # The next gap is one like any other.
+    assert came(stream, last + 4, now=later_s) == [AskReplay(last + 3)]
 
 
 def test_who_asks_for_all_in_vain_keeps_what_it_knows():

@@ -47,6 +47,8 @@ class KVEventPod:
         self.publisher = FakePublisher()
         self.sources = sources
         self.replays = replays
+        self.away = False
+        """It closes what is asked where it publishes, without an answer."""
         self.subscribers = set()
         self.topics = {}
         self.asked = 0
@@ -78,6 +80,9 @@ class KVEventPod:
             head = await reader.readuntil(b"\r\n\r\n")
             assert head.startswith(b"GET /kv_event_sources ")
             self.asked += 1
+            if self.away:
+                writer.close()
+                return
             replay = f"tcp://*:{self.replay_port}" if self.replays else None
             told = {"endpoint": f"tcp://*:{self.live_port}", "replay_endpoint": replay}
             body = json.dumps({"0": told}).encode() if self.sources is None else self.sources

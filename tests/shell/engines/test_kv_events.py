@@ -108,6 +108,17 @@ async def test_a_pod_without_a_source_is_named():
         assert picker.row().state is StreamState.NONE
 
 
+async def test_who_did_not_answer_is_asked_again_soon(monkeypatch):
+    """It is about to come; who answered that it has no source is not."""
+    monkeypatch.setattr(kv_events, "NO_SOURCE_S", 3_600.0)
+    async with KVEventPod() as pod:
+        pod.away = True
+        async with Picker(pod) as picker:
+            await eventually(lambda: "cannot be reached" in picker.row().problem)
+            pod.away = False
+            await eventually(lambda: pod.subscribers and picker.live)
+
+
 async def test_one_that_is_no_publisher_is_named():
     """It speaks HTTP."""
     async with KVEventPod() as pod:
@@ -172,12 +183,14 @@ async def test_a_row_tells_how_an_endpoint_is_heard():
         assert row["kv_events"] == "none"
         assert "names no source" in row["kv_events_problem"]
         assert row["kv_events_source"] is row["kv_events_lag_s"] is None
+        assert row["kv_events_sequence"] is None
         (row,) = endpoint_rows(*asked)
         assert "kv_events" not in row
         pod.sources = None
         await eventually(lambda: picker.live)
         pod.serve(prompt(1))
-        await eventually(lambda: picker.row().lag_s is not None)
+        pod.serve(prompt(2))
+        await eventually(lambda: picker.row().sequence == 1)
         (row,) = endpoint_rows(*asked, picker.listener.row_of)
         assert (row["kv_events"], row["kv_events_problem"]) == ("live", None)
         assert row["kv_events_source"] == f"tcp://127.0.0.1:{pod.live_port}"

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from epp.shell.engines import exposition
 from epp.shell.engines.exposition import ENGINE_LABELS, ExpositionError, PageMemory, PageReader
 from epp.shell.engines.page_layout import (
-    ALONE_EVERY,
     GROWTH_BYTES_MAX,
     KEPT_BYTES_MAX,
     LINES_ALONE_MAX,
     NEAR_BYTES,
     PAGES_MAX,
+    SELDOM_EVERY,
     headings_of,
     layout_of,
 )
@@ -325,17 +325,43 @@ def test_sum_and_count_of_a_histogram_are_followed_by_the_layout():
     """Every so many pages, of all ranks together, and without reading the page whole."""
     reading = Reading(page(after=histogram((1.5, 3.0), (2.0, 4.0))))
     grown = page("5", after=histogram((1.5, 3.0), (12.25, 10004.0)), filling=390)
-    told = [reading.read(grown) for _ in range(ALONE_EVERY)]
+    told = [reading.read(grown) for _ in range(SELDOM_EVERY)]
     assert first_tokens(told[0]) == (3.5, 7.0)
     assert first_tokens(told[-1]) == (13.75, 10_007.0)
-    assert [metrics.waiting_requests for metrics in told] == [5.0] * ALONE_EVERY
+    assert [metrics.waiting_requests for metrics in told] == [5.0] * SELDOM_EVERY
+    assert reading.memory._reading.used, "by the layout"
+
+
+def caches(queried, hit):
+    """By tier, as vLLM 0.32 has what it found."""
+    found = "vllm:prompt_tokens_cached_by_source_total"
+    return (
+        "# TYPE vllm:prefix_cache_queries_total counter\n"
+        f"vllm:prefix_cache_queries_total {queried}\n"
+        f'# TYPE {found} counter\n{found}{{source="device"}} {hit}\n'
+    )
+
+
+def test_what_caches_found_is_looked_for_on_one_page_of_some():
+    """Beside what was looked up there, of the same page; what follows it moves with them."""
+    reading = Reading(page(after=caches(10, 5)))
+    told = [
+        reading.read(page("5", after=caches(100 + number, 50 + number) + USAGE, filling=390))
+        for number in range(2 * SELDOM_EVERY)
+    ]
+    found = [(one.cache_queried_tokens, one.cache_hit_tokens, one.tier_hit_tokens) for one in told]
+    seen = sorted(dict.fromkeys((queried, hit) for queried, hit, _ in found))
+    assert len(seen) == 3
+    assert seen[0] == (10.0, 5.0)
+    assert all(queried - hit == 50.0 for queried, hit in seen[1:])
+    assert all(tiers == {"device": hit} for _, hit, tiers in found)
     assert reading.memory._reading.used, "by the layout"
 
 
 def test_what_moved_meanwhile_is_found_by_a_histogram_too():
     """Pages on which it was not looked for count."""
     reading = Reading(page(after=histogram((1.0, 1.0))))
-    for digits in range(1, ALONE_EVERY + 1):
+    for digits in range(1, SELDOM_EVERY + 1):
         metrics = reading.read(page("1" * digits, after=histogram((2.0, 2.0))))
     assert first_tokens(metrics) == (2.0, 2.0)
     assert reading.memory._reading.used
@@ -359,7 +385,7 @@ def test_an_odd_histogram_is_read_with_the_whole_page(text):
     """And right all the same."""
     reading = Reading(page(after=text))
     whole = READER.read(page(after=text).encode(), {})
-    for _ in range(ALONE_EVERY + 1):
+    for _ in range(SELDOM_EVERY + 1):
         assert first_tokens(reading.read(page(after=text))) == first_tokens(whole)
 
 

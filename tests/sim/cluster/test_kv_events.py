@@ -113,6 +113,18 @@ def test_what_is_lost_is_asked_for_again(delay_s):
     assert all(each.stream.complete for each in subscriptions(one))
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_late_events_are_not_worse_than_none(seed):
+    """What was decided counts until it is told: as many tokens are found as by decisions alone."""
+    given = list(arrivals(150, rate=6.0))
+    found = []
+    for settings in ({}, {"kv_events": KVEventSettings(delay_s=8.0)}):
+        requests, _ = ran(given, policy=EXACT, pods=small(), seed=seed, **settings)
+        found.append(sum(request.engine.cached_tokens for request in requests))
+    untold, late = found
+    assert late >= 0.97 * untold
+
+
 def test_losses_are_drawn_by_the_seed():
     settings = KVEventSettings(delay_s=0.01, loss=0.3)
     runs = []

@@ -79,6 +79,7 @@ def endpoint_rows(
         columns["kv_events_problem"] = [source and (source.problem or None) for source in sources]
         columns["kv_events_source"] = [source and (source.place or None) for source in sources]
         columns["kv_events_lag_s"] = [source and _lag(source) for source in sources]
+        columns["kv_events_sequence"] = [source and source.sequence for source in sources]
     if pool.columns.attributes:
         told_of = {key: _rounded(candidates.attribute(key)) for key in pool.columns.attributes}
         columns["attributes"] = [

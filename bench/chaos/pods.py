@@ -112,7 +112,7 @@ def slower(profile: Profile, factor: float) -> Profile:
             continue
         value = getattr(profile, field.name)
         scaled = (
-            tuple(factor * one for one in value) if field.name == "linear_s" else factor * value
+            tuple(factor * one for one in value) if isinstance(value, tuple) else factor * value
         )
         times[field.name] = scaled
     return replace(profile, **times)

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epp.shell.engines import scrape
-from sim.cluster.cluster import Cluster
 from sim.cluster.faults import Fault, FaultKind
 from sim.cluster.loop import Loop
 from sim.cluster.scraping import SCRAPE_JITTER, SCRAPE_TIMEOUT_S, Scraper, ScrapeTrouble

@@ -33,7 +33,7 @@ from msgspec.inspect import (
     type_info,
 )
 
-from docs import caches, exact, leaderboard
+from docs import caches, exact, ladders, leaderboard
 from epp.configuration.build import INDEXES
 from epp.configuration.compatibility import (
     ACCEPTED,
@@ -183,6 +183,10 @@ def refreshed(page: str) -> str:
         "board-strategies": lambda: leaderboard.body(leaderboard.read().small.strategies),
         "board-full-ranking": lambda: leaderboard.ranking(leaderboard.read().full),
         "board-full-behind": lambda: leaderboard.body(leaderboard.read().full.behind),
+        "ladders-means": lambda: ladders.mean_table(ladders.read()),
+        "ladders-order": lambda: ladders.order_table(ladders.read()),
+        "ladders-steps": lambda: ladders.step_table(ladders.read()),
+        "ladders-peaks": lambda: ladders.peak_table(ladders.read()),
     }
     return _PART.sub(lambda found: f"{found[1]}\n{parts[found['name']]()}\n\n{found[3]}", page)
 

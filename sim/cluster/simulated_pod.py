@@ -211,8 +211,9 @@ class SimulatedPod:
     @property
     def tier_tokens(self) -> Mapping[str, float] | None:
         """Tier -> prompt tokens found there, by all its processes; None: it has the GPU's alone."""
-        told = self._tier_tokens()
-        return None if told is None else _summed(self._tier_tokens_before, told)
+        if not self._offloaded:
+            return None
+        return _summed(self._tier_tokens_before, self._tier_tokens())
 
     def submit(self, request: EngineRequest) -> None:
         """Put `request` into the engine's queue. ValueError if it can never fit."""
@@ -349,10 +350,8 @@ class SimulatedPod:
             self._queried_tokens += request.prompt_tokens
             self._hit_tokens += request.cached_tokens
 
-    def _tier_tokens(self) -> Mapping[str, float] | None:
-        """Those of the process that runs."""
-        if not self._offloaded:
-            return None
+    def _tier_tokens(self) -> Mapping[str, float]:
+        """Those of the process that runs, where it offloads."""
         told: Mapping[str, float] = {}
         for cache in self._offloaded:
             told = _summed(told, cache.hit_tokens)
@@ -376,7 +375,7 @@ class SimulatedPod:
             requests_total=self._requests,
             cache_queried_tokens=self._queried_tokens,
             cache_hit_tokens=self._hit_tokens,
-            tier_hit_tokens=self._tier_tokens(),
+            tier_hit_tokens=self._tier_tokens() if self._offloaded else None,
             ttft_count=self._shown_first_tokens,
             first_outputs_total=self._shown_first_tokens,
         )

@@ -31,6 +31,7 @@ RISE_MAX: Final = 1e9
 """Of more first outputs from page to page the rest is not looked at."""
 PAGES_AVERAGED: Final = 16
 """For the share of the requests there that is ours."""
+_KEPT: Final = 1.0 - 1.0 / PAGES_AVERAGED
 
 
 class FirstOutputs:
@@ -72,6 +73,16 @@ class FirstOutputs:
         `since_s`: how long the last page is ago; inf: there was none.
         """
         in_order = metrics.adapters is None
+        if (
+            metrics.first_outputs_total == self._count
+            and in_order
+            and since_s <= PAGE_S_MAX
+            and not (self._known or self._late or self._doubted)
+        ):
+            # Most pages: all of what follows would come to this.
+            self.counted = self._silent < SILENT_MAX
+            self._see(metrics, inflight_requests)
+            return 0
         before, self._count = self._count, metrics.first_outputs_total if in_order else math.nan
         rise = self._count - before
         if isnan(rise) or since_s > PAGE_S_MAX:
@@ -87,7 +98,8 @@ class FirstOutputs:
         self.counted = not self._doubted and self._silent < SILENT_MAX
         # A page may tell infinity.
         counted = min(max(rise, 0.0), RISE_MAX)
-        ours = self._rest + counted * self._share(metrics, inflight_requests)
+        self._see(metrics, inflight_requests)
+        ours = self._rest + counted * self._share()
         expected = self._known + self._late
         whole = int(min(ours, expected + inflight_requests))
         shown = min(expected, whole)
@@ -96,11 +108,12 @@ class FirstOutputs:
         self._rest = ours - whole if ours - whole < 1.0 else 0.0
         return whole - shown if self.counted else 0
 
-    def _share(self, metrics: EndpointMetrics, inflight_requests: int) -> float:
-        """Of the requests that the last pages showed, those of ours; 1 where they do not tell."""
+    def _see(self, metrics: EndpointMetrics, inflight_requests: int) -> None:
         there = metrics.running_requests + metrics.waiting_requests
         if 0.0 < there < math.inf:
-            kept = 1.0 - 1.0 / PAGES_AVERAGED
-            self._ours = self._ours * kept + inflight_requests
-            self._all = self._all * kept + there
+            self._ours = self._ours * _KEPT + inflight_requests
+            self._all = self._all * _KEPT + there
+
+    def _share(self) -> float:
+        """Of the requests that the last pages showed, those of ours; 1 where they do not tell."""
         return min(1.0, self._ours / self._all) if self._all > 0.0 else 1.0

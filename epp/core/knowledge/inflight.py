@@ -282,7 +282,9 @@ class InflightLedger:
                 return
             backlog = self._open_backlog(slot)
         columns = self._columns
-        self._drain(slot, now)
+        idle = not (backlog.queue or backlog.drained)
+        if not idle:
+            self._drain(slot, now)
         since_s, backlog.scraped_at_s = now - backlog.scraped_at_s, now
         inflight_requests = columns.inflight_requests.item(slot)
         released = backlog.first_outputs.scraped(metrics, inflight_requests, since_s=since_s)
@@ -290,6 +292,9 @@ class InflightLedger:
             if backlog.shown_at_s == -math.inf:
                 backlog.drained.clear()
                 self._believe_speed(slot, backlog)
+            return
+        if idle:
+            backlog.busy_since_s = -math.inf
             return
         left = columns.prefill_backlog_tokens.item(slot) + backlog.restore()
         computed = backlog.release(released)

@@ -116,17 +116,23 @@ def board_in(folder: Path) -> Board:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Put a board there; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m docs.leaderboard", description=__doc__)
-    parser.add_argument("board", type=Path, help="folder of the board of all strategies")
+    keeps = "(the one that is there)"
     parser.add_argument(
-        "--full", type=Path, help="of that on more requests (the one that is there)"
+        "board", type=Path, nargs="?", help=f"folder of the board of all strategies {keeps}"
     )
+    parser.add_argument("--full", type=Path, help=f"of that on more requests {keeps}")
     options = parser.parse_args(arguments)
     try:
-        small = board_in(options.board)
-        full = None if options.full is None else board_in(options.full)
+        given = {
+            name: board_in(folder)
+            for name, folder in (("small", options.board), ("full", options.full))
+            if folder is not None
+        }
     except NoBoardError as problem:
         parser.error(str(problem))
-    boards = Boards(small=small, full=full) if full else replace(read(), small=small)
+    if not given:
+        parser.error("expected a board, --full or both")
+    boards = Boards(**given) if len(given) == 2 else replace(read(), **given)
     write_whole(RESULTS, msgspec.json.format(msgspec.json.encode(boards), indent=1) + b"\n")
     return 0
 

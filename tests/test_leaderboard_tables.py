@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from docs import leaderboard
-from docs.leaderboard import Board, NoBoardError, board_in, main, read
+from docs.leaderboard import Board, Boards, NoBoardError, board_in, main, read
 from docs.reference import refreshed
 from sim.experiments.leaderboard.cases import CASES
 from sim.experiments.leaderboard.standings import case_rows
@@ -87,6 +87,10 @@ def test_one_command_puts_both_boards_on_the_pages(summary, results, tmp_path):
     full = replace(summary, requests=2_000)
     assert main([small, "--full", written(tmp_path / "full", full)]) == 0
     assert read().full == Board.of(full)
+    other = replace(summary, requests=3_000)
+    assert main(["--full", written(tmp_path / "other", other)]) == 0
+    assert read() == Boards(small=Board.of(summary), full=Board.of(other))
+    assert main(["--full", str(tmp_path / "full")]) == 0
     page = refreshed(
         "<!-- begin board-full-ranking -->\n<!-- end board-full-ranking -->\n"
         "<!-- begin board-behind -->\n<!-- end board-behind -->\n"
@@ -116,6 +120,9 @@ def test_a_board_that_is_not_whole_is_refused(summary, results, tmp_path, capsys
         main([partly])
     assert ended.value.code == 2
     assert "expected a complete board" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([])
+    assert "expected a board, --full or both" in capsys.readouterr().err
     with pytest.raises(
         NoBoardError, match=r"absent/summary\.json: expected the summary of a board"
     ):

@@ -283,7 +283,10 @@ class InflightLedger:
             backlog = self._open_backlog(slot)
         columns = self._columns
         idle = not (backlog.queue or backlog.drained)
-        if not idle:
+        if idle:
+            # Rounding of what was moved away must not leave a ghost.
+            columns.prefill_backlog_tokens[slot] = 0.0
+        else:
             self._drain(slot, now)
         since_s, backlog.scraped_at_s = now - backlog.scraped_at_s, now
         inflight_requests = columns.inflight_requests.item(slot)

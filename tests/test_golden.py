@@ -139,8 +139,8 @@ class Stage:
         self.decisions[number] = decision
         return [
             f"{number} -> {decision.endpoint.name}  prefix "
-            f"{decision.matched_blocks}/{decision.total_blocks}"
-            + "".join(f", {name} dropped {n}" for name, n in decision.eliminated.items()),
+            f"{decision.leg.matched_blocks}/{decision.leg.total_blocks}"
+            + "".join(f", {name} dropped {n}" for name, n in decision.leg.eliminated.items()),
             *(f"    {row}" for row in table(decision)),
         ]
 
@@ -195,11 +195,11 @@ def blocks(part):
 
 
 def table(decision):
-    parts, total = decision.scored.parts, decision.scored.total
-    for position, endpoint in enumerate(decision.candidates.endpoints):
+    parts, total = decision.leg.scored.parts, decision.leg.scored.total
+    for position, endpoint in enumerate(decision.leg.candidates.endpoints):
         scores = ", ".join(
             f"{name.removesuffix('-scorer')} {parts[row, position]:.2f}"
-            for row, name in enumerate(decision.scorers)
+            for row, name in enumerate(decision.leg.scorers)
         )
         yield f"{endpoint.name}={total[position]:.2f} ({scores})"
 

@@ -123,7 +123,7 @@ def test_cases_1_to_4_pick_the_best_sum_of_scores(rows, target, address, scores)
     assert picked == address
     # Better than the reference: only the value of `model` changes, keys keep their order.
     assert forwarded == body.replace(b'"my-model"', json.dumps(target).encode())
-    assert stream.told.exchange.decision.scored.total.tolist() == pytest.approx(scores)
+    assert stream.told.exchange.decision.leg.scored.total.tolist() == pytest.approx(scores)
     changed = gw.set_headers(answers[0])
     # Better than the reference: `hi` and `x-request-id` are untouched, so they are not set again.
     assert changed == {
@@ -161,7 +161,7 @@ def test_case_7_a_body_cut_inside_a_string_is_one_body():
     )
     assert picked == "192.168.1.1:8000"
     assert json.loads(forwarded) == json.loads(body) | {"model": "sql-lora-1fdg3"}
-    assert stream.told.exchange.decision.scored.total.tolist() == pytest.approx([2.8, 2.15])
+    assert stream.told.exchange.decision.leg.scored.total.tolist() == pytest.approx([2.8, 2.15])
 
 
 def test_case_8_a_request_without_body_and_without_pods_is_503():

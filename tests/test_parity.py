@@ -169,12 +169,12 @@ async def test_server_and_simulator_decide_alike(tmp_path, config, requests):
     async for expected, decision in decisions_of_both(tmp_path, config, requests):
         assert decision.number == expected.number
         assert decision.endpoint == expected.endpoint
-        assert decision.matched_blocks == expected.matched_blocks
-        assert decision.total_blocks == expected.total_blocks
-        assert decision.scorers == expected.scorers
-        parts, parts_expected = decision.scored.parts, expected.scored.parts
+        assert decision.leg.matched_blocks == expected.leg.matched_blocks
+        assert decision.leg.total_blocks == expected.leg.total_blocks
+        assert decision.leg.scorers == expected.leg.scorers
+        parts, parts_expected = decision.leg.scored.parts, expected.leg.scored.parts
         np.testing.assert_allclose(parts, parts_expected, rtol=0, atol=1e-12)
         decided += 1
-        matched += decision.matched_blocks
+        matched += decision.leg.matched_blocks
     assert decided == requests
     assert matched > requests

@@ -108,7 +108,7 @@ def failing_plugins(settings: SchedulerSettings) -> list[FailingPlugin]:
             if not isinstance(decision, Decision):
                 continue
             for filtered in alone:
-                filtered.filter(asked, decision.candidates, of_filters)
+                filtered.filter(asked, decision.leg.candidates, of_filters)
             served = decision.endpoint
             decision.request_headers()
             for marker in filter_markers:

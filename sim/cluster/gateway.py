@@ -127,7 +127,8 @@ class Gateway:
             self.decided(request)
         decision = routed.decision
         if decision is not None:
-            request.metrics_age_s = decision.candidates.metrics_age_s_of(decision.picked)
+            leg = decision.leg
+            request.metrics_age_s = leg.candidates.metrics_age_s_of(leg.picked)
         self._ask(request, routed.endpoint, delay_s)
 
     # To the pod.
@@ -178,7 +179,7 @@ class Gateway:
         """Ask the next endpoint that the picker has named, if there is one."""
         assert request.route is not None
         decision = request.route.decision
-        others = () if decision is None else decision.fallbacks
+        others = () if decision is None else decision.leg.fallbacks
         if request.passed_over == len(others):
             self._fail(request, failure, 503)
             return

@@ -54,7 +54,7 @@ class Route(Struct, gc=False, eq=False):
     @property
     def predicted_cached_tokens(self) -> int:
         """Prompt tokens that the policy believes the pod to hold."""
-        return self.decision.account.leg.predicted_tokens if self.decision else 0
+        return self.decision.predicted_tokens if self.decision else 0
 
 
 class Policy(Protocol):

@@ -117,9 +117,7 @@ class DecisionFile:
         route = request.route
         if route is not None and route.decision is not None:
             # As text: a later decision changes what the candidates are views of.
-            self._noted[request.sequence] = msgspec.Raw(
-                _ENCODE(scored_by(route.decision.account.leg))
-            )
+            self._noted[request.sequence] = msgspec.Raw(_ENCODE(scored_by(route.decision.leg)))
 
     def add(self, request: SimulatedRequest) -> None:
         """Write one request that has ended, and what waited for it."""
@@ -130,9 +128,9 @@ class DecisionFile:
         if decision is None:
             candidates = _NOBODY
         elif noted is None:
-            candidates = candidates_of(decision.account.leg)
+            candidates = candidates_of(decision.leg)
         else:
-            candidates, asked = noted, asked_of(decision.account.leg)
+            candidates, asked = noted, asked_of(decision.leg)
         line = {
             "request": request.arrival.index,
             "time_s": request.routed_at,
@@ -140,7 +138,7 @@ class DecisionFile:
             "endpoint": route.endpoint.name if route is not None else None,
             "served": request.pod.name if request.passed_over and request.pod else None,
             "refusal": request.refusal.message if request.refusal is not None else None,
-            "total_blocks": 0 if decision is None else decision.account.leg.total_blocks,
+            "total_blocks": 0 if decision is None else decision.leg.total_blocks,
             **asked,
             "candidates": candidates,
             "predicted_cached_tokens": request.predicted_cached_tokens,

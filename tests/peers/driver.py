@@ -226,10 +226,12 @@ class Ours:
         )
         decision = self.scheduler.schedule(asked, 0.0)
         self._inflight.append(decision.lease)
-        names = [endpoint.name for endpoint in decision.candidates.endpoints]
+        names = [endpoint.name for endpoint in decision.leg.candidates.endpoints]
         self.scores = {
             scorer: dict(zip(names, row, strict=True))
-            for scorer, row in zip(decision.scorers, decision.scored.scores.tolist(), strict=True)
+            for scorer, row in zip(
+                decision.leg.scorers, decision.leg.scored.scores.tolist(), strict=True
+            )
         }
         return decision.endpoint.name, frozenset(self._follower.draw(_DRAWS))
 

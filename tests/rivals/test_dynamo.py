@@ -109,10 +109,10 @@ def test_what_was_sent_is_cached_for_120_seconds():
     scheduler = scheduler_of("dynamo")
     scheduler.take(PoolReplaced([endpoint(0)]), 0.0)
     text = b"p" * 4 * BLOCK_BYTES
-    assert ask(scheduler, text, 0.0).matched_blocks == 0
-    assert ask(scheduler, text, 119.0).matched_blocks == 4
-    assert ask(scheduler, text, 238.0).matched_blocks == 4
-    assert ask(scheduler, text, 359.0).matched_blocks == 0
+    assert ask(scheduler, text, 0.0).leg.matched_blocks == 0
+    assert ask(scheduler, text, 119.0).leg.matched_blocks == 4
+    assert ask(scheduler, text, 238.0).leg.matched_blocks == 4
+    assert ask(scheduler, text, 359.0).leg.matched_blocks == 0
 
 
 # --- two tiers ---

@@ -28,7 +28,7 @@ def test_a_prompt_goes_where_its_head_went(name):
     for turn in range(1, 5):
         again = went(scheduler, b"a" * 4_096 + b"b" * 512 * turn, float(turn))
         assert again.endpoint == first.endpoint
-        assert again.matched_blocks > 0
+        assert again.leg.matched_blocks > 0
 
 
 @pytest.mark.parametrize(("name", "blocks"), [("gie-v1", 256), ("llm-d-approximate", 1_025)])
@@ -36,7 +36,7 @@ def test_blocks_are_those_of_the_original(name, blocks):
     """64 characters, 256 of them at most; or 256 bytes, with the partial one at the end."""
     scheduler = scheduler_of(name)
     scheduler.take(PoolReplaced([endpoint(0)]), 0.0)
-    assert went(scheduler, b"a" * (256 * 1_024 + 1), 0.0).total_blocks == blocks
+    assert went(scheduler, b"a" * (256 * 1_024 + 1), 0.0).leg.total_blocks == blocks
 
 
 @pytest.mark.parametrize(
@@ -94,4 +94,7 @@ def test_it_replays(name):
     ]
     requests, _ = ran(given, policy=name, pods=3)
     assert len({one.pod.number for one in requests}) == 1
-    assert requests[-1].route.decision.matched_blocks == requests[-1].route.decision.total_blocks
+    assert (
+        requests[-1].route.decision.leg.matched_blocks
+        == requests[-1].route.decision.leg.total_blocks
+    )

@@ -279,12 +279,12 @@ class Reenactment:
         return difference
 
     def _difference(self, event: Scheduled, decision: Decision | Refusal) -> Difference:
-        if isinstance(decision, Refusal) or event.refused or decision.ready != event.ready:
+        if isinstance(decision, Refusal) or event.refused or decision.leg.ready != event.ready:
             return Difference.CANDIDATES
         live = self._endpoints.get(event.slot)
-        for position, endpoint in enumerate(decision.candidates.endpoints):
+        for position, endpoint in enumerate(decision.leg.candidates.endpoints):
             if live is not None and endpoint.endpoint_id == live.endpoint_id:
-                matched, _ = decision.candidates.prefix_match(position)
+                matched, _ = decision.leg.candidates.prefix_match(position)
                 if matched != event.matched_blocks:
                     return Difference.KNOWLEDGE
         return Difference.CHOICE

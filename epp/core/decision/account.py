@@ -7,9 +7,9 @@ numbers of endpoints were is known only until the next decision.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
-from functools import cached_property
+from typing import Any, Final, Generic, TypeVar
 
 from msgspec import Struct
 
@@ -22,6 +22,23 @@ from epp.core.knowledge.inflight import Lease
 from epp.core.knowledge.rebuilt import numbers_before
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint
+
+_Found = TypeVar("_Found")
+
+
+class _FoundOnce(Generic[_Found]):
+    """As `functools.cached_property`, which up to Python 3.11 takes a lock that costs more than what
+    is found here.
+    """
+
+    def __init__(self, find: Callable[[Any], _Found]) -> None:
+        self._find: Final = find
+        self._name: Final = find.__name__
+        self.__doc__ = find.__doc__
+
+    def __get__(self, at: Any, kind: object = None) -> _Found:
+        found = at.__dict__[self._name] = self._find(at)
+        return found
 
 
 class Role(StrEnum):
@@ -45,12 +62,12 @@ class Ranking(Struct, frozen=True, kw_only=True, dict=True):
         """The weighted sum of the chosen endpoint."""
         return float(self.scored.total[self.picked])
 
-    @cached_property
+    @_FoundOnce
     def parts(self) -> list[float]:
         """What each scorer gave the chosen endpoint."""
         return self.scored.parts_of(self.picked)
 
-    @cached_property
+    @_FoundOnce
     def runner_up(self) -> int | None:
         """Position of the best candidate that was not chosen; None: there was one alone."""
         total = self.scored.total
@@ -60,7 +77,7 @@ class Ranking(Struct, frozen=True, kw_only=True, dict=True):
         rest[self.picked] = -math.inf
         return int(rest.argmax())
 
-    @cached_property
+    @_FoundOnce
     def decided_by(self) -> tuple[str, ...]:
         """The fewest scorers without which the chosen endpoint would not be ahead, the greatest first."""
         if self.runner_up is None:
@@ -83,15 +100,14 @@ class Leg(Ranking, frozen=True, kw_only=True, dict=True):
     fallbacks: tuple[Endpoint, ...]
     ready: int
     """Endpoints that were ready and in the subset, before filters."""
-    eliminated: Mapping[str, int]
-    """Name of the filter -> how many endpoints it dropped."""
     dropped: Mapping[str, Ints]
-    """The same, as their slots."""
+    """Name of the filter -> slots of the endpoints that it dropped."""
     candidates: Candidates
     """Those that were scored."""
     tellers: tuple[TellsCost | None, ...]
     lease: Lease
     matched_blocks: int
+    """Leading full blocks of the prompt that `endpoint` is believed to hold."""
     total_blocks: int
     block_tokens: int
 
@@ -99,17 +115,22 @@ class Leg(Ranking, frozen=True, kw_only=True, dict=True):
     def request(self) -> InferenceRequest:
         return self.lease.request
 
-    @cached_property
+    @property
+    def eliminated(self) -> Mapping[str, int]:
+        """Name of the filter -> how many endpoints it dropped."""
+        return {name: len(slots) for name, slots in self.dropped.items()}
+
+    @_FoundOnce
     def numbers(self) -> tuple[float, ...]:
         """`NUMBERS` of the chosen endpoint, this request counted."""
         return self.candidates.numbers_of(self.picked)
 
-    @cached_property
+    @_FoundOnce
     def runner_up_numbers(self) -> tuple[float, ...]:
         """`NUMBERS` of the next best; (): there is none."""
         return () if self.runner_up is None else self.candidates.numbers_of(self.runner_up)
 
-    @cached_property
+    @_FoundOnce
     def numbers_before(self) -> list[float]:
         """`NUMBERS` of the chosen endpoint, as the scorers saw them."""
         return numbers_before(

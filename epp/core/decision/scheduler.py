@@ -7,7 +7,6 @@ same calls with the same seed give the same decisions, in production and in the 
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from random import Random
 from typing import Any, Final, NamedTuple, Protocol, cast
 
@@ -39,7 +38,7 @@ from epp.core.decision.inputs import (
     Tick,
 )
 from epp.core.decision.kept_scores import KeptScores
-from epp.core.decision.plugin import GoesBySessions, TellsCost
+from epp.core.decision.plugin import GoesBySessions
 from epp.core.decision.profile import Kept, Marker, RequestMarker, Scored
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import Acted, Shadow, ShadowTotals, ShadowVerdict
@@ -87,70 +86,41 @@ SENT_MAX: Final = 16_384
 """Decisions that wait to be told to peers: of more the oldest are not told."""
 
 
-class Decision(Struct, frozen=True, kw_only=True, dict=True):
-    """Where a request goes, and why."""
+class Decision(Struct, frozen=True, kw_only=True):
+    """Where a request goes, and what is answered with it."""
 
-    number: int
-    """Counts decisions of this scheduler from 1."""
-    endpoint: Endpoint
-    fallbacks: tuple[Endpoint, ...]
-    lease: Lease
-    matched_blocks: int
-    """Leading full blocks of the prompt that `endpoint` is believed to hold."""
-    total_blocks: int
-    block_tokens: int
-    ready: int
-    """Endpoints that were ready and in the subset, before filters."""
-    eliminated: Mapping[str, int]
-    """Name of the filter -> how many endpoints it dropped."""
-    dropped: Mapping[str, Ints]
-    """The same, as their slots."""
-    candidates: Candidates
-    """Those that were scored."""
-    picked: int
-    """Position of `endpoint` among them."""
-    scorers: tuple[str, ...]
-    scored: Scored
-    """Its rows are those of `scorers`, its columns those of `candidates`."""
-    tellers: tuple[TellsCost | None, ...] = ()
-    """Those of the scorers that can say what their cost is made of; as many as there are scorers."""
+    account: Account
+    """Why it goes there."""
     markers: tuple[Marker, ...] = ()
     """The plugins that set headers on the response."""
     request_markers: tuple[RequestMarker, ...] = ()
     """Those that set headers on the request."""
     offered: Candidates | None = None
     """All that were ready, before filters; None: nobody asks."""
-    shadow: ShadowVerdict | None = None
-    """What the shadow profile would have done; None: there is none, or it was not asked."""
 
-    @cached_property
-    def account(self) -> Account:
-        """What is to be told of it; first asked for before anything else is decided."""
-        leg = Leg(
-            endpoint=self.endpoint,
-            fallbacks=self.fallbacks,
-            ready=self.ready,
-            eliminated=self.eliminated,
-            dropped=self.dropped,
-            candidates=self.candidates,
-            picked=self.picked,
-            scorers=self.scorers,
-            scored=self.scored,
-            tellers=self.tellers,
-            lease=self.lease,
-            matched_blocks=self.matched_blocks,
-            total_blocks=self.total_blocks,
-            block_tokens=self.block_tokens,
-        )
-        return Account(
-            number=self.number, request=self.lease.request, legs=(leg,), shadow=self.shadow
-        )
+    @property
+    def number(self) -> int:
+        """Counts decisions of this scheduler from 1."""
+        return self.account.number
+
+    @property
+    def leg(self) -> Leg:
+        """Of the endpoint that the gateway sends the request to."""
+        return self.account.legs[0]
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self.account.legs[0].endpoint
+
+    @property
+    def lease(self) -> Lease:
+        return self.account.legs[0].lease
 
     @property
     def predicted_tokens(self) -> int:
         """Tokens of the prompt that the endpoint is believed to have held where the request is now."""
         lease = self.lease
-        return predicted_tokens(lease.matched_blocks, self.block_tokens, lease.prompt_tokens)
+        return predicted_tokens(lease.matched_blocks, self.leg.block_tokens, lease.prompt_tokens)
 
     def request_headers(self) -> dict[str, str]:
         """Headers to set on the request; asked for before anything else is decided."""
@@ -821,26 +791,27 @@ class Scheduler:
         if self.sent is not None:
             self.sent.append(Sent(kept, slot, now))
         self.decisions += 1
-        return Decision(
-            number=self.decisions,
+        leg = Leg(
             endpoint=self._endpoint(slot),
             fallbacks=self._fallbacks(candidates, scored, picked),
-            lease=lease,
-            matched_blocks=matched,
-            total_blocks=total,
-            block_tokens=self.settings.block_tokens,
             ready=offered.ready,
-            eliminated={name: len(slots) for name, slots in offered.dropped.items()},
             dropped=offered.dropped,
             candidates=candidates,
             picked=first,
             scorers=self._scorer_names,
             scored=scored,
             tellers=self._tellers,
+            lease=lease,
+            matched_blocks=matched,
+            total_blocks=total,
+            block_tokens=self.settings.block_tokens,
+        )
+        account = Account(number=self.decisions, request=kept, legs=(leg,), shadow=verdict)
+        return Decision(
+            account=account,
             markers=self._markers,
             request_markers=self._request_markers,
             offered=offered.candidates,
-            shadow=verdict,
         )
 
     def _fallbacks(

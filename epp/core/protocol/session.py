@@ -677,13 +677,12 @@ class Session:
             return self._refuse(parsed)
 
         def answers(destination: Destination) -> list[Answer]:
-            pieces = chunks(parsed.body, ends=not trailers)
-            after: list[Answer] = [RequestTrailersAnswer()] if trailers else []
-            return [
-                RequestHeadersAnswer(destination),
-                *(RequestBodyChunk(*piece) for piece in pieces),
-                *after,
-            ]
+            answered: list[Answer] = [RequestHeadersAnswer(destination)]
+            for piece, last in chunks(parsed.body, ends=not trailers):
+                answered.append(RequestBodyChunk(piece, last))
+            if trailers:
+                answered.append(RequestTrailersAnswer())
+            return answered
 
         changed = _changed(parsed, body)
         return self._place(_Pending(parsed.request, changed, answers, parsed.body), now)
@@ -794,7 +793,7 @@ class Session:
         exchange.request = decision.lease.request
         exchange.endpoint = decision.endpoint
         if self._settings.explain_headers:
-            self._explained = explained(decision.account.leg, self._scheduler.outlying)
+            self._explained = explained(decision.leg, self._scheduler.outlying)
         self._phase = Phase.ROUTED
         self._request_ended = True
         self._observer.decided(exchange)
@@ -832,7 +831,7 @@ class Session:
         trace = self._exchange.trace
         if trace is not None:
             remove_headers += trace.remove_headers
-        chosen = (decision.endpoint, *decision.fallbacks)
+        chosen = (decision.endpoint, *decision.leg.fallbacks)
         return Destination(
             endpoints=tuple([endpoint.address for endpoint in chosen]),
             set_headers=tuple(set_headers),

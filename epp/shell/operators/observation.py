@@ -106,11 +106,10 @@ class Observation:
         assert decision is not None, "a decision was made"
         now = time.monotonic()
         self._telemetry.decided(
-            decision,
+            decision.leg,
             scheduling_s=now - exchange.answered_at_s,
             processing_s=now - exchange.started_at_s,
             request_bytes=exchange.request_bytes,
-            parts=decision.account.leg.parts,
             model_name=exchange.incoming_model,
         )
         if exchange.unseen_body is not None:

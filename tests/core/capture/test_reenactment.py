@@ -285,7 +285,7 @@ def test_what_engines_said_is_done_again():
         live.scrape()
         ids = struct.pack("<350I", *[number % 7] * 350)
         decision = live.ask(api=ApiKind.TOKENS, prompts=(ids,), prompt_tokens=350, priority=0)
-        matched += decision.matched_blocks
+        matched += decision.leg.matched_blocks
         hashes = [1_000 * number + at for at in range(5)]
         stored = Stored(hashes=hashes, tokens=ids[: 5 * 64 * 4], block_tokens=64)
         live.scheduler.take(EventsHeard(number % 3, (stored,)), live.now)

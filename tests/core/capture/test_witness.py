@@ -23,7 +23,7 @@ class Alone(Live):
 
 def outcomes(live):
     return [
-        (one.number, one.endpoint.name, one.matched_blocks)
+        (one.number, one.endpoint.name, one.leg.matched_blocks)
         if isinstance(one, Decision)
         else one.reason
         for one in live.decisions

@@ -13,7 +13,7 @@ def test_a_decision_has_one_account_and_it_one_leg():
     assert [leg.role for leg in account.legs] == [Role.SERVE]
     assert account.leg.endpoint is decision.endpoint
     assert account.request is decision.lease.request
-    assert account.leg.parts == decision.scored.parts_of(1)
+    assert account.leg.parts == decision.leg.scored.parts_of(1)
     assert account.leg.total == pytest.approx(sum(account.leg.parts))
 
 

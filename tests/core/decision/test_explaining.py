@@ -9,14 +9,14 @@ from epp.core.decision.profile import WeightedScorer
 from epp.core.knowledge.ejection import Cause
 from epp.core.knowledge.outliers import Outlier
 from epp.plugins.added_time import AddedTime
-from tests.shell.operators.decided import make_decision
+from tests.shell.operators.decided import make_decision, with_leg
 from tests.shell.operators.decisions.test_explanation import Told
 
 SLOW = Outlier(cause=Cause.SLOW, slowness=3.4, failures=0, ejected=False)
 
 
 def headers(decision, outliers=(), failures=None):
-    noted = explained(decision.account.leg, dict(outliers))
+    noted = explained(decision.leg, dict(outliers))
     failures = PluginFailures() if failures is None else failures
     return explaining_headers(noted, failures)
 
@@ -28,10 +28,10 @@ def reason(*told, **more):
 def test_what_clients_are_told_is_a_header():
     """One line of printable ASCII that ends somewhere, whatever endpoints and scorers are called."""
     decision = make_decision()
-    named = msgspec.structs.replace(
+    named = with_leg(
         decision,
         endpoint=msgspec.structs.replace(decision.endpoint, name="pöd\r\nset-cookie: a=b"),
-        scorers=("x\n" * 400, *decision.scorers[1:]),
+        scorers=("x\n" * 400, *decision.leg.scorers[1:]),
     )
     for told in headers(named).values():
         assert told.isascii()
@@ -77,7 +77,7 @@ def test_candidates_that_are_slow_are_marked():
     """The chosen one, or the next best."""
     decision = make_decision()
     assert reason(decision, {3: SLOW}).startswith("score 4.25 (slow), next 3.779, ")
-    second = decision.account.leg.runner_up
+    second = decision.leg.runner_up
     assert ", next 3.779 (slow), " in reason(decision, {second: SLOW})
 
 

@@ -157,7 +157,7 @@ def test_a_decision_counts_what_is_held_in_the_tokens_that_are_known():
     scheduler = scheduler_that_is_told(held=ids[: len(ids) // 2])
     asked = request(prompts=(b"x" * 4 * TOKENS,), prompt_tokens=TOKENS, token_ids=(ids,))
     decision = scheduler.schedule(asked, 1.0)
-    assert decision.predicted_tokens == decision.account.leg.predicted_tokens == 2 * TOKENS
+    assert decision.predicted_tokens == decision.leg.predicted_tokens == 2 * TOKENS
     assert decision.lease.prompt_tokens == 4 * TOKENS
 
 

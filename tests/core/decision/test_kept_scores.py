@@ -93,7 +93,7 @@ def scrape(scheduler, now=0.0, **fields):
 
 
 def first_scores(decision):
-    return decision.scored.scores[0].tolist()
+    return decision.leg.scored.scores[0].tolist()
 
 
 def test_a_scorer_of_scraped_columns_is_asked_once_a_change():
@@ -269,8 +269,8 @@ def test_nobody_sees_the_arrays_that_scores_are_kept_in():
     calls = []
     scheduler = pool_with(Asked(calls=calls))
     decisions = [scheduler.schedule(request(), 0.0) for _ in range(3)]
-    decisions[0].scored.scores[:] = 9.0
-    decisions[1].scored.scores[:] = 9.0
+    decisions[0].leg.scored.scores[:] = 9.0
+    decisions[1].leg.scored.scores[:] = 9.0
     assert first_scores(decisions[2]) == [0.0, 0.1, 0.2]
     assert first_scores(scheduler.schedule(request(), 0.0)) == [0.0, 0.1, 0.2]
     assert calls == [3]
@@ -429,10 +429,10 @@ def run(settings, seed):
                 yield decided
                 continue
             leases.append(decided.lease)
-            scored = decided.scored
+            scored = decided.leg.scored
             yield (
-                decided.number, decided.endpoint, decided.picked, decided.matched_blocks,
-                decided.ready, dict(decided.eliminated), decided.candidates.slot.tolist(),
+                decided.number, decided.endpoint, decided.leg.picked, decided.leg.matched_blocks,
+                decided.leg.ready, dict(decided.leg.eliminated), decided.leg.candidates.slot.tolist(),
                 scored.total.tobytes(), scored.scores.tobytes(),
             )  # fmt: skip
             # Nobody minds what is done to what was handed out.

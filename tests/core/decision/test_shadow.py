@@ -121,7 +121,7 @@ def asked(made, text=b"x" * 2560, now=0.0):
 def outcome(decision):
     if not isinstance(decision, Decision):
         return decision.reason
-    return decision.number, decision.endpoint.name, decision.matched_blocks
+    return decision.number, decision.endpoint.name, decision.leg.matched_blocks
 
 
 def traffic(made, seed):
@@ -172,7 +172,7 @@ def test_it_is_told_where_it_would_have_gone_and_at_what_price():
     holder = first.lease.slot
     for slot in range(4):
         scrape(made, slot, 5 if slot == holder else slot)
-    verdict = asked(made).shadow
+    verdict = asked(made).account.shadow
     assert verdict.verdict == DIFFERED
     assert verdict.endpoint.name == f"pod-{min(set(range(4)) - {holder})}"
     assert (verdict.live_uncached_tokens, verdict.uncached_tokens) == (0.0, 640.0)
@@ -196,7 +196,7 @@ def test_the_same_profile_always_agrees():
 def test_a_plugin_that_fails_is_named_apart(name):
     """Under its own name, and without its message, which may quote a prompt."""
     made = scheduler(SHADOWS[name])
-    assert asked(made).shadow.verdict == FAILED
+    assert asked(made).account.shadow.verdict == FAILED
     (failing,) = made.shadow_failures
     assert failing.name in {"b", "picker"}
     assert "secret" not in failing.what
@@ -206,18 +206,18 @@ def test_a_plugin_that_fails_is_named_apart(name):
 
 def test_filters_that_leave_nobody_are_no_failure():
     made = scheduler(SHADOWS["a filter that leaves nobody"])
-    assert asked(made).shadow.verdict == NOBODY
+    assert asked(made).account.shadow.verdict == NOBODY
 
 
 def test_without_a_shadow_nothing_is_judged():
     """And with the next configuration it may come or go; what was counted stays."""
     made = scheduler(None)
-    assert asked(made).shadow is None
+    assert asked(made).account.shadow is None
     with_shadow = msgspec.structs.replace(made.settings, shadow=profile("s", queue=1))
     made.take(Reconfigured(with_shadow), 0.0)
-    assert asked(made).shadow is not None
+    assert asked(made).account.shadow is not None
     made.take(Reconfigured(msgspec.structs.replace(with_shadow, shadow=None)), 0.0)
-    assert asked(made).shadow is None
+    assert asked(made).account.shadow is None
     assert made.shadow_totals.verdicts.total() == 1
 
 
@@ -228,7 +228,7 @@ def test_a_share_of_the_decisions_is_judged_and_none_changes():
         one.take(Reconfigured(msgspec.structs.replace(one.settings, shadow_share=0.2)), 0.0)
     alone = scheduler(None, acting=profile("a", prefix=1))
     verdicts = [[asked(one) for _ in range(500)] for one in made]
-    judged = [[decision.shadow is not None for decision in seen] for seen in verdicts]
+    judged = [[decision.account.shadow is not None for decision in seen] for seen in verdicts]
     assert judged[0] == judged[1]
     # Three and a half deviations of a count of 500.
     assert 69 <= sum(judged[0]) <= 131
@@ -290,7 +290,7 @@ def test_a_plugin_in_common_is_asked_once():
 def test_one_in_common_that_failed_is_asked_again_and_named_apart():
     broken = WeightedScorer("b", Broken(), 1.0)
     made = scheduler(profile("s", scorers=(broken,)), acting=profile(scorers=(broken,)))
-    assert asked(made).shadow.verdict == FAILED
+    assert asked(made).account.shadow.verdict == FAILED
     assert [failing.failures for failing in (*made.failures, *made.shadow_failures)] == [1, 1]
 
 

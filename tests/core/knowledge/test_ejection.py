@@ -293,8 +293,8 @@ def test_an_idle_pod_that_fails_every_request_gets_a_handful():
     assert served.count(0) == 4
     assert served[:3] == [0] * 3
     decision = traffic.scheduler.schedule(request(), traffic.now)
-    assert decision.eliminated == {"outlier-ejection": 1}
-    assert decision.ready == 5
+    assert decision.leg.eliminated == {"outlier-ejection": 1}
+    assert decision.leg.ready == 5
 
 
 def test_one_switch_turns_it_off_and_lets_everybody_back():

@@ -55,7 +55,7 @@ def settings():
 
 
 def held(scheduler, asked):
-    return scheduler.schedule(asked, 1.0).candidates.matched_blocks.tolist()
+    return scheduler.schedule(asked, 1.0).leg.candidates.matched_blocks.tolist()
 
 
 def test_what_any_origin_says_is_held_is_held():

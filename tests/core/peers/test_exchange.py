@@ -137,7 +137,7 @@ def test_a_peer_knows_prefix_session_and_order_of_cold_prompts_of_each_decision(
     assert talk_other.received.applied == 1
     follow_up = other.schedule(asked("abcdefgh" * 20 + "more"), 1.0)
     assert follow_up.endpoint == decision.endpoint
-    assert follow_up.matched_blocks == 160
+    assert follow_up.leg.matched_blocks == 160
     assert other.indexes[PREFIX].statistics.known_from_peers == 1
 
 
@@ -322,9 +322,9 @@ def test_one_at_a_time_pickers_together_decide_as_one_would():
         # Ties rotate by the number of decisions, which each counts for itself.
         scheduler.decisions = turn
         decision = scheduler.schedule(asked(text), now)
-        assert (decision.endpoint, decision.matched_blocks) == (
+        assert (decision.endpoint, decision.leg.matched_blocks) == (
             wanted.endpoint,
-            wanted.matched_blocks,
+            wanted.leg.matched_blocks,
         )
         open_leases.append((alone, wanted.lease, scheduler, decision.lease))
         settle(now, *exchanges)

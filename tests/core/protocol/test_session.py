@@ -540,7 +540,7 @@ def test_the_lease_follows_the_endpoint_that_served():
     assert inflight(stream) == [0, 1]
     again = stream_of(stream.scheduler)
     again.send(gw.request_headers(gw.COMPLETIONS), gw.request_body(long))
-    matched = again.told.exchange.decision.candidates.matched_blocks.tolist()
+    matched = again.told.exchange.decision.leg.candidates.matched_blocks.tolist()
     assert matched[0] == 0
     assert matched[1] > 0
 
@@ -760,7 +760,7 @@ def test_under_memory_pressure_a_long_body_passes_unread(pieces):
     assert gw.destination(answers[0]) == "192.168.1.1:8000"
     assert gw.streamed(answers) == (LONG, [False] * (len(answers) - 2) + [True])
     assert stream.told.exchange.passed_unread
-    assert stream.told.exchange.decision.total_blocks == 0
+    assert stream.told.exchange.decision.leg.total_blocks == 0
     assert stream.scheduler.indexes["approx-prefix-cache-producer"].entries == 0
     stream.session.sent()
     assert budget.held_bytes == 0

@@ -265,7 +265,7 @@ def test_it_is_placed_by_what_is_in_force_when_it_is_placed(later):
     later.resolve()
     decision = stream.told.exchange.decision
     assert decision.endpoint == left[1]
-    assert len(decision.scorers) == len(settings.profile.scorers)
+    assert len(decision.leg.scorers) == len(settings.profile.scorers)
     assert stream.told.exchange.answered_at_s == 1.0
 
 

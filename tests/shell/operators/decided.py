@@ -5,6 +5,7 @@ from random import Random
 import numpy as np
 from msgspec import structs
 
+from epp.core.decision.account import Account, Leg
 from epp.core.decision.profile import Scored
 from epp.core.decision.scheduler import Decision
 from epp.core.knowledge.candidates import Affinity, Candidates, Columns
@@ -70,19 +71,26 @@ def make_decision(
     scores = np.array([[random.random() for _ in range(endpoints)] for _ in SCORERS])
     scores[:, picked] = (1.0, 0.25, 1.0)
     weights = np.array([3.0, 1.0, 1.0])
-    return Decision(
-        number=number,
+    lease = Lease(request or make_request(), picked, 0, picked, 1000.0)
+    leg = Leg(
         endpoint=candidates.endpoints[picked],
         fallbacks=(),
-        lease=Lease(request or make_request(), picked, 0, picked, 1000.0),
-        matched_blocks=picked,
-        total_blocks=10,
-        block_tokens=64,
         ready=endpoints + 1,
-        eliminated={"fresh-metrics-filter": 1},
         dropped={"fresh-metrics-filter": np.array([endpoints])},
         candidates=candidates,
         picked=picked,
         scorers=SCORERS,
         scored=Scored(weights @ scores, scores, weights),
+        tellers=(None,) * len(SCORERS),
+        lease=lease,
+        matched_blocks=picked,
+        total_blocks=10,
+        block_tokens=64,
     )
+    return Decision(account=Account(number=number, request=lease.request, legs=(leg,), shadow=None))
+
+
+def with_leg(decision: Decision, **fields: object) -> Decision:
+    """The same decision with other `fields` of its leg."""
+    leg = structs.replace(decision.leg, **fields)
+    return Decision(account=structs.replace(decision.account, legs=(leg,)))

@@ -80,7 +80,7 @@ async def test_an_index_that_lies_predicts_what_is_not_found():
     told = Told()
     for at in range(6):
         first = told.decide(model=f"m-{at % 3}")
-        predicted = first.matched_blocks * first.block_tokens
+        predicted = first.leg.matched_blocks * first.leg.block_tokens
         lies = first.endpoint.name == "pod-0"
         ended(told, first, usage=Usage(cached_tokens=0 if lies else predicted))
     columns = columns_of(await top(told))

@@ -28,10 +28,10 @@ def test_llm_d_weighs_three_two_two():
     requests, _ = ran(arrivals(3), policy="llm-d-3-2-2")
     decision = requests[0].route.decision
     assert isinstance(decision, Decision)
-    assert decision.scorers == (
+    assert decision.leg.scorers == (
         "prefix-cache-scorer", "queue-scorer", "kv-cache-utilization-scorer",
     )  # fmt: skip
-    assert decision.scored.parts.max(axis=1).tolist() == [0, 2, 2]
+    assert decision.leg.scored.parts.max(axis=1).tolist() == [0, 2, 2]
 
 
 def prompts(count, *, tokens, at_s=0.0):

@@ -150,7 +150,7 @@ class Watched(SchedulerPolicy):
     def route(self, request, now):
         route = super().route(request, now)
         if now < UNTIL_S:
-            candidates = route.decision.candidates
+            candidates = route.decision.leg.candidates
             for name in SEEN_OF_CANDIDATES:
                 self.seen.append((now, name, plain(getattr(candidates, name))))
             for name in MOMENT:

@@ -66,7 +66,7 @@ def test_the_second_named_serves_and_the_books_are_right():
         served = request.pod.endpoint.endpoint_id
         assert (served != named) is bool(request.passed_over)
         if request.passed_over:
-            assert served == request.route.decision.fallbacks[0].endpoint_id
+            assert served == request.route.decision.leg.fallbacks[0].endpoint_id
     assert not any(inflight(one))
 
 
@@ -148,7 +148,7 @@ def test_peers_are_told_where_it_is_served(peers):
     first, *others = sorted(requests, key=lambda request: request.sequence)
     assert first.passed_over == 1
     heard = next(request for request in others if request.replica != first.replica)
-    candidates = heard.route.decision.candidates
+    candidates = heard.route.decision.leg.candidates
     names = [endpoint.endpoint_id for endpoint in candidates.endpoints]
     believed = candidates.matched_blocks[names.index(first.pod.endpoint.endpoint_id)]
     assert bool(believed) is (peers is not None)

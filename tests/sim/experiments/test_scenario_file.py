@@ -555,7 +555,7 @@ def test_a_picker_that_hears_nothing_is_wrong_about_the_load(tmp_path, hears):
                 ages_s[request.replica].append(request.metrics_age_s)
                 if request.replica == 1:
                     routed = sum(other.route is not None for other in one.clients.requests.values())
-                    believed = request.route.decision.candidates.inflight_requests.sum()
+                    believed = request.route.decision.leg.candidates.inflight_requests.sum()
                     known.append(believed / routed)
 
     one.run(look)

@@ -298,7 +298,10 @@ class RecentDecisions:
     def served(self, exchange: Exchange) -> None:
         """The gateway says who serves; it is kept if that is not who was chosen."""
         decision = exchange.decision
-        if decision is None or decision.lease.slot == decision.candidates.slot[decision.picked]:
+        if decision is None:
+            return
+        leg = decision.leg
+        if leg.lease.slot == leg.candidates.slot[leg.picked]:
             return
         there = exchange.endpoint
         told = Served(

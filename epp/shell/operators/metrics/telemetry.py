@@ -28,6 +28,7 @@ from prometheus_client.samples import Exemplar
 
 from epp import __version__
 from epp.configuration.token_producer import Backend
+from epp.core.decision.account import Leg
 from epp.core.decision.scheduler import Decision
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import ShadowTotals
@@ -410,23 +411,19 @@ class Telemetry:
 
     def decided(
         self,
-        decision: Decision,
+        leg: Leg,
         *,
         scheduling_s: Seconds,
         processing_s: Seconds,
         request_bytes: int,
-        parts: Sequence[float],
         model_name: str = "",
     ) -> None:
-        """A request was routed. `model_name` is what the client asked for, if it was rewritten.
-
-        `parts` are what each scorer gave its endpoint.
-        """
-        request, endpoint = decision.lease.request, decision.endpoint
-        if decision.scorers != self._scorers:
+        """A request was routed. `model_name` is what the client asked for, if it was rewritten."""
+        request, endpoint = leg.request, leg.endpoint
+        if leg.scorers != self._scorers:
             self._fold_decisions()
-            self._scorers = decision.scorers
-            self._waiting = Waiting(_DECIDED_NUMBERS + len(decision.scorers))
+            self._scorers = leg.scorers
+            self._waiting = Waiting(_DECIDED_NUMBERS + len(leg.scorers))
         # Cut: a name may be as long as a body.
         model = request.model[:LABEL_CHARACTERS_MAX]
         asked = model_name[:LABEL_CHARACTERS_MAX] or model
@@ -436,13 +433,13 @@ class Telemetry:
             processing_s,
             request_bytes,
             request.prompt_tokens,
-            decision.matched_blocks,
-            decision.total_blocks,
-            decision.block_tokens,
-            *parts,
+            leg.matched_blocks,
+            leg.total_blocks,
+            leg.block_tokens,
+            *leg.parts,
         )
-        for name, dropped in decision.eliminated.items():
-            self._eliminated(name).inc(dropped)
+        for name, slots in leg.dropped.items():
+            self._eliminated(name).inc(len(slots))
         if len(self._waiting) >= WAITING_MAX:
             self._fold_decisions()
 

@@ -201,7 +201,7 @@ class Tracer:
         if decision is not None:
             span.set_attributes(_destination(decision.account))
             span.add_event(
-                "homing.decided", _reasons(decision.account.leg), trace.at_ns(trace.decided_at_s)
+                "homing.decided", _reasons(decision.leg), trace.at_ns(trace.decided_at_s)
             )
         for event, at_s in (
             ("homing.response_headers", exchange.response_started_at_s),

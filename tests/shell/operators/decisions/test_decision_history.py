@@ -100,7 +100,7 @@ def test_what_is_kept_can_be_read(tmp_path):
     first, still_open = decisions(keeping.read())
     assert (first.told.request_id, first.told.model) == ("r-7", "llama")
     assert (first.told.endpoint, first.picker) == (made.endpoint.name, "homing-0")
-    assert first.setting.scorers == made.scorers
+    assert first.setting.scorers == made.leg.scorers
     assert first.setting.generation == 3
     assert dict(first.states) == {"pod-1": SLOW}
     assert (first.end.status, first.end.cached_tokens, first.end.ending) == (200, 3, "complete")

@@ -212,7 +212,8 @@ async def test_a_shadow_profile_is_told_of(verdict, line):
         inflight_requests=2,
         live_inflight_requests=1,
     )
-    decision = msgspec.structs.replace(decision, shadow=judged)
+    account = msgspec.structs.replace(decision.account, shadow=judged)
+    decision = msgspec.structs.replace(decision, account=account)
     told.recent.decided(decision)
     assert line in await told.lines()
 

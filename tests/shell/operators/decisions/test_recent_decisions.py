@@ -5,6 +5,7 @@ import gc
 import tracemalloc
 
 import msgspec
+import numpy as np
 import pytest
 
 from epp.core.decision.inputs import PageScraped, PoolReplaced, Reconfigured, ServedBy
@@ -22,6 +23,7 @@ from epp.shell.operators.decisions.recent_decisions import (
 )
 from tests.builders import endpoint
 from tests.builders import request as make_request
+from tests.shell.operators.decided import with_leg
 from tests.shell.operators.pages.test_debug_pages import REFUSAL, Picker
 
 
@@ -61,7 +63,7 @@ async def test_old_decisions_keep_the_score_of_the_chosen_one(picker):
     (chosen,) = oldest["scores"]
     assert chosen["endpoint"] == oldest["endpoint"]
     assert sum(chosen["parts"].values()) == pytest.approx(chosen["total"], abs=1e-3)
-    assert list(chosen["parts"]) == list(decision.scorers)
+    assert list(chosen["parts"]) == list(decision.leg.scorers)
 
 
 async def test_scores_go_when_the_names_of_their_endpoints_do(picker):
@@ -403,8 +405,7 @@ async def test_what_cannot_be_kept_costs_no_other(picker, monkeypatch):
     for decision in decisions:
         recent.decided(decision)
         assert len(recent._waiting) < WAITING_MAX
-    broken = msgspec.structs.replace(decisions[0], eliminated={object(): 1})
-    recent.decided(broken)
+    recent.decided(with_leg(decisions[0], dropped={object(): np.arange(1)}))
     told = await recent.rows(1_000, Wanted())
     assert len(told) == 2 * WAITING_MAX
     assert [event for event, _ in failed] == ["recent"]

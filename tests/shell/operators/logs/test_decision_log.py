@@ -7,7 +7,7 @@ from epp.core.decision.profile import Scored
 from epp.core.types import Refusal, RefusalReason
 from epp.shell.operators.logs.decision_log import DecisionLog
 from epp.shell.operators.logs.set_up import configure_logging
-from tests.shell.operators.decided import SCORERS, make_decision, make_request
+from tests.shell.operators.decided import SCORERS, make_decision, make_request, with_leg
 
 
 @pytest.fixture(autouse=True)
@@ -80,11 +80,10 @@ def test_the_chosen_endpoint_is_in_a_cut_table(log):
     """A long table is cut to the best; whoever was chosen is kept even if it is not among them."""
     decisions, lines = log("debug", candidates_max=3)
     decision = make_decision(endpoints=30, picked=20)
-    scores, weights = decision.scored.scores.copy(), decision.scored.weights
+    scores, weights = decision.leg.scored.scores.copy(), decision.leg.scored.weights
     scores[:, 20] = 0.0
     worst = Scored(weights @ scores, scores, weights)
-    fields = {name: getattr(decision, name) for name in decision.__struct_fields__}
-    decisions.decided(type(decision)(**fields | {"scored": worst}))
+    decisions.decided(with_leg(decision, scored=worst))
     [line] = lines()
     assert len(line["scores"]) == 3
     assert line["scores"][-1]["endpoint"] == "prod/vllm-20"

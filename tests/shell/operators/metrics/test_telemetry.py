@@ -2,6 +2,7 @@ import sys
 from collections import Counter as Tally
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,6 +50,7 @@ from tests.shell.operators.decided import (
     make_decision,
     make_endpoints,
     make_request,
+    with_leg,
 )
 from tests.test_hermetic import pods
 
@@ -67,8 +69,7 @@ class Exported:
 
     def decide(self, decision, **fields):
         arguments = {"scheduling_s": 4e-5, "processing_s": 2e-4, "request_bytes": 8192} | fields
-        parts = decision.scored.parts_of(decision.picked)
-        self.telemetry.decided(decision, parts=parts, **arguments)
+        self.telemetry.decided(decision.leg, **arguments)
 
 
 @pytest.fixture
@@ -377,12 +378,7 @@ def test_changed_scorers_are_counted_under_their_new_names(exported):
     """After a reload with other scorers each contribution goes to its own name."""
     decision = make_decision()
     exported.decide(decision)
-    renamed = make_decision()
-    renamed = type(renamed)(
-        **{name: getattr(renamed, name) for name in renamed.__struct_fields__}
-        | {"scorers": ("a", "b", "c")}
-    )
-    exported.decide(renamed)
+    exported.decide(with_leg(make_decision(), scorers=("a", "b", "c")))
     exported.decide(decision)
     assert exported("homing_scorer_contribution_sum", scorer="a") == 3.0
     assert exported("homing_scorer_contribution_sum", scorer="prefix-cache-scorer") == 6.0
@@ -423,8 +419,8 @@ def decisions(count, models=1):
     for number in range(count):
         request = make_request(f"m{number % models}", prompt_tokens=100 * number)
         decision = make_decision(request, number=number, picked=number % 4)
-        fields = {"eliminated": {"f": number % 3}, "total_blocks": 10 * (number % 5 > 0)}
-        made.append(msgspec.structs.replace(decision, **fields))
+        dropped = {"f": np.arange(number % 3)}
+        made.append(with_leg(decision, dropped=dropped, total_blocks=10 * (number % 5 > 0)))
     return made
 
 
@@ -458,11 +454,11 @@ def test_children_are_looked_up_once_for_all_that_wait(exported, monkeypatch):
         return find(children, *labels)
 
     monkeypatch.setattr(Children, "__call__", counting)
-    decision = msgspec.structs.replace(make_decision(), eliminated={})
+    decision = with_leg(make_decision(), dropped={})
     for _ in range(WAITING_MAX):
         assert looked_up == [], "they wait"
         exported.decide(decision)
-    scorers = [(name,) for name in decision.scorers]
+    scorers = [(name,) for name in decision.leg.scorers]
     model = ("llama", "llama", "0")
     attempt = ("success", "llama", *endpoint_labels(decision.endpoint))
     assert looked_up == [model, model, attempt, *scorers]
@@ -472,7 +468,14 @@ def test_what_waits_keeps_nothing_alive(exported):
     """Neither the decision nor its request, nor a name as long as a body."""
     request = make_request("m" * 1_000_000)
     decision = make_decision(request)
-    kept = [decision, request, request.model, decision.lease, decision.candidates, decision.scored]
+    kept = [
+        decision,
+        request,
+        request.model,
+        decision.lease,
+        decision.leg.candidates,
+        decision.leg.scored,
+    ]
     before = list(map(sys.getrefcount, kept))
     exported.decide(decision, model_name=request.model)
     assert list(map(sys.getrefcount, kept)) == before
@@ -486,7 +489,7 @@ def test_a_decision_that_cannot_be_counted_costs_no_other():
     told = []
     exported = Exported(could_not=lambda event, error: told.append((event, type(error))))
     nameless = msgspec.structs.replace(make_endpoints(1)[0], name=None)
-    broken = msgspec.structs.replace(make_decision(), endpoint=nameless)
+    broken = with_leg(make_decision(), endpoint=nameless)
     for decision in (make_decision(), broken, make_decision(), make_decision()):
         exported.decide(decision)
     assert exported("homing_request_total", **LLAMA) == 3
@@ -504,9 +507,9 @@ def test_scorers_may_change_while_decisions_wait(exported):
     """Each is counted under those that it was made with."""
     decision = make_decision()
     exported.decide(decision)
-    scored = decision.scored
+    scored = decision.leg.scored
     fewer = type(scored)(scored.total, scored.scores[:1], scored.weights[:1])
-    exported.decide(msgspec.structs.replace(decision, scorers=("new-scorer",), scored=fewer))
+    exported.decide(with_leg(decision, scorers=("new-scorer",), scored=fewer))
     exported.decide(decision)
     assert exported("homing_scorer_contribution_count", scorer="queue-scorer") == 2
     assert exported("homing_scorer_contribution_count", scorer="new-scorer") == 1
@@ -655,12 +658,11 @@ def test_a_page_is_bounded(name_of, encode, parse):
     telemetry.endpoints_replaced(endpoints)
     exercise(exported)
     decision = make_decision()
-    fields = {name: getattr(decision, name) for name in decision.__struct_fields__}
     for number in range(4_000):
         endpoint = endpoints[number % 1_000]
         request = make_request(name_of(number // 2))
         lease = Lease(request, 3, 0, 3, 1000.0)
-        routed = type(decision)(**fields | {"endpoint": endpoint, "lease": lease})
+        routed = with_leg(decision, endpoint=endpoint, lease=lease)
         exported.decide(routed, model_name=name_of(number))
         telemetry.first_output(routed, elapsed_s=1.0, model_name=name_of(number))
         telemetry.completed(
@@ -697,7 +699,6 @@ def test_pods_that_leave_give_their_bytes_back(exported):
     """A pool whose pods are replaced for months still tells picks by model."""
     endpoints = make_endpoints(1_000)
     decision = make_decision()
-    fields = {name: getattr(decision, name) for name in decision.__struct_fields__}
     for day in range(3):
         lease = Lease(make_request("m" * 100), 3, 0, 3, 1000.0)
         exported.telemetry.endpoints_replaced([])
@@ -707,7 +708,7 @@ def test_pods_that_leave_give_their_bytes_back(exported):
         ]
         exported.telemetry.endpoints_replaced(pods)
         for endpoint in pods:
-            exported.decide(type(decision)(**fields | {"endpoint": endpoint, "lease": lease}))
+            exported.decide(with_leg(decision, endpoint=endpoint, lease=lease))
     models = {
         sample.labels["target_model_name"]
         for family in exported.registry.collect()

@@ -122,8 +122,8 @@ async def test_decisions_are_explained_newest_first(picker):
     scores = {score["endpoint"]: score for score in newest["scores"]}
     assert set(scores) == {at.name for _, at in picker.scheduler.pool.endpoints()}
     chosen = scores[second.endpoint.name]
-    assert chosen["total"] == round(float(second.scored.total[second.picked]), 4)
-    assert list(chosen["parts"]) == list(second.scorers)
+    assert chosen["total"] == round(float(second.leg.scored.total[second.leg.picked]), 4)
+    assert list(chosen["parts"]) == list(second.leg.scorers)
     assert sum(chosen["parts"].values()) == pytest.approx(chosen["total"], abs=1e-3)
 
 
@@ -191,7 +191,7 @@ async def test_the_table_shows_the_parts_of_scores(picker):
     assert head.split()[-1] == "scores"
     scores = line[head.index("scores") :]
     assert scores.startswith(f"{decision.endpoint.name} ")
-    assert all(scores.count(scorer) == 2 for scorer in decision.scorers)
+    assert all(scores.count(scorer) == 2 for scorer in decision.leg.scorers)
     assert " = " in scores
     picker.recent.refused(REFUSAL, None, request_id="r-9", path="/v1/completions")
     head, newest, *_ = (await picker.page("/debug/decisions"))[2].splitlines()

@@ -26,7 +26,7 @@ def registry():
     registry = CollectorRegistry()
     telemetry = Telemetry(registry, lambda: PoolSnapshot(candidates=make_candidates(300)))
     durations = {"scheduling_s": 1e-5, "processing_s": 1e-4}
-    telemetry.decided(make_decision(), **durations, request_bytes=1, parts=[3.0, 0.25, 1.0])
+    telemetry.decided(make_decision().leg, **durations, request_bytes=1)
     return registry
 
 

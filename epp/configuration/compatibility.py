@@ -20,6 +20,7 @@ from epp.core.knowledge.prefill_speed import LabelledSpeed
 from epp.core.parameters import Parameters
 from epp.core.types import Seconds
 from epp.plugins.conformance import DestinationEndpointServedVerifier
+from epp.plugins.data_parallel_rank import DataParallelRank
 from epp.plugins.pull_source import PullSource
 
 API_VERSION: Final = "llm-d.ai/v1alpha1"
@@ -259,6 +260,7 @@ ACCEPTED: Final[Mapping[str, type[Parameters]]] = {
     OutlierEjection.type_name: OutlierEjection,
     DestinationEndpointServedVerifier.type_name: DestinationEndpointServedVerifier,
     PullSource.type_name: PullSource,
+    DataParallelRank.type_name: DataParallelRank,
     **dict.fromkeys(PARSERS, NoParameters),
 }
 

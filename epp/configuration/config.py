@@ -70,6 +70,7 @@ from epp.core.knowledge.saturation import UtilizationDetector
 from epp.core.parameters import Parameters, Plugin
 from epp.core.types import attribute_key
 from epp.plugins.conformance import DestinationEndpointServedVerifier
+from epp.plugins.data_parallel_rank import DataParallelRank
 from epp.plugins.pull_source import PullSource
 
 __all__ = [
@@ -314,6 +315,7 @@ _ROLES: Final[Mapping[str, Role]] = {
     **dict.fromkeys(NOTIFICATION_SOURCES, Role.NOTIFIER),
     DestinationEndpointServedVerifier.type_name: Role.RESPONDER,
     PullSource.type_name: Role.REQUEST_MARKER,
+    DataParallelRank.type_name: Role.REQUEST_MARKER,
 }
 
 _EXTRACTORS: Final[Mapping[str, str]] = {

@@ -62,7 +62,8 @@ def _describe_profile(profile: SchedulingProfile, kind: str) -> dict[str, dict[s
         lines[f"{kind}scorer {scorer.name}"] = weight | _plain(scorer.plugin)
     lines[f"{kind}picker {profile.picker_name}"] = _plain(profile.picker)
     for responder in profile.responders:
-        marks_requests = responder.plugin.abilities.marks_requests
+        abilities = responder.plugin.abilities
+        marks_requests = abilities.marks_requests or abilities.chooses_ranks
         role = Role.REQUEST_MARKER if marks_requests else Role.RESPONDER
         lines[f"{role} {responder.name}"] = _plain(responder.plugin)
     return lines

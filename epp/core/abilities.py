@@ -44,6 +44,8 @@ class Abilities(Struct, frozen=True, kw_only=True):
     """It is a `MarksResponses`."""
     marks_requests: bool = False
     """It is a `MarksRequests`."""
+    chooses_ranks: bool = False
+    """It is a `ChoosesRanks`: engines with several ranks behind one address are heard."""
     tells_cost: bool = False
     """It is a `TellsCost`."""
     limits_metrics_age: bool = False

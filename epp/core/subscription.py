@@ -38,13 +38,14 @@ _NAMES: Final = {Stored: "stored", Removed: "removed", Cleared: "cleared"}
 
 
 class Subscription:
-    """What the endpoint in `slot` says, for the indexes of a scheduler that hear engines."""
+    """What a rank of the endpoint in `slot` says, for the indexes of a scheduler that hear engines."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         slot: int,
         *,
+        rank: int = 0,
         replays: bool,
         snapshots: bool = False,
         read: Callable[[bytes], Batch | BlocksChanged] = read_payload,
@@ -55,6 +56,7 @@ class Subscription:
         `read`: what a payload tells; a simulated one has our keys already.
         """
         self.slot: Final = slot
+        self.rank: Final = rank
         self.replays: Final = replays
         self._read_payload = read
         self.stream = KVEventStream(replays=replays, snapshots=snapshots, now=now)
@@ -170,7 +172,7 @@ class Subscription:
                 self.waiting_bytes -= len(first.payload)
                 self._read(first.payload, now)
             elif isinstance(first, Forget):
-                self._scheduler.take(EventsVoided(self.slot), now)
+                self._scheduler.take(EventsVoided(self.slot, self.rank), now)
             else:
                 events = [first]
                 blocks = _blocks_of(first)
@@ -195,8 +197,9 @@ class Subscription:
     def close(self, now: Seconds) -> None:
         """The endpoint left, or is not to be heard any more."""
         self._clear()
-        self._scheduler.take(EventsVoided(self.slot), now)
-        self._scheduler.take(StreamChanged(self.slot, StreamState.NONE, complete=False), now)
+        self._scheduler.take(EventsVoided(self.slot, self.rank), now)
+        gone = StreamChanged(self.slot, StreamState.NONE, complete=False, rank=self.rank)
+        self._scheduler.take(gone, now)
 
     def _act(self) -> list[Asked]:
         asked: list[Asked] = []
@@ -237,7 +240,8 @@ class Subscription:
         """Whether what was told so far does not add up."""
         for event in events:
             self.events[_NAMES[type(event)]] += 1
-        heard = self._scheduler.take(EventsHeard(self.slot, tuple(events)), now).heard
+        said = EventsHeard(self.slot, tuple(events), self.rank)
+        heard = self._scheduler.take(said, now).heard
         if heard is None:
             return False
         if heard.faults:
@@ -249,7 +253,9 @@ class Subscription:
         known = (self.state, self.complete)
         if known != self._told:
             self._told = known
-            self._scheduler.take(StreamChanged(self.slot, known[0], complete=known[1]), now)
+            state, complete = known
+            changed = StreamChanged(self.slot, state, complete=complete, rank=self.rank)
+            self._scheduler.take(changed, now)
 
 
 def _blocks_of(event: Event) -> int:

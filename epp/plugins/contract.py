@@ -6,6 +6,7 @@ built in or installed, names them by this module.
 
 from epp.core.abilities import Abilities, Origin
 from epp.core.decision.plugin import (
+    ChoosesRanks,
     Filter,
     GoesBySessions,
     MarksRequests,
@@ -64,6 +65,7 @@ __all__ = [
     "ApiKind",
     "Bools",
     "Candidates",
+    "ChoosesRanks",
     "CorrectedIndex",
     "Correction",
     "CountsInflight",

@@ -228,6 +228,7 @@ class Told(_Event, frozen=True, kw_only=True):
     """Before that, all that it held was gone."""
     engine_block_tokens: int = 0
     blocks: tuple[Blocks, ...] = ()
+    rank: int = 0
 
 
 class Streamed(_Event, frozen=True, kw_only=True):
@@ -236,12 +237,14 @@ class Streamed(_Event, frozen=True, kw_only=True):
     slot: int
     state: StreamState
     complete: bool = False
+    rank: int = 0
 
 
 class Voided(_Event, frozen=True, kw_only=True):
     """What an engine said so far does not hold."""
 
     slot: int
+    rank: int = 0
 
 
 class Lost(_Event, frozen=True, kw_only=True):
@@ -320,6 +323,7 @@ class Heard(Struct, frozen=True, gc=False):
     cleared: bool
     engine_block_tokens: int
     changes: Sequence[Changed]
+    rank: int
 
 
 Note: TypeAlias = Event | Seen | Decided | Ended | Heard
@@ -333,6 +337,7 @@ def told_of(heard: Heard, salt: Salt) -> Told:
         slot=heard.slot,
         cleared=heard.cleared,
         engine_block_tokens=heard.engine_block_tokens,
+        rank=heard.rank,
         blocks=tuple(
             Blocks(
                 held=changed.held,

@@ -337,11 +337,11 @@ def _of_engine(event: Told | Streamed | Voided, slot: int) -> Input:
     match event:
         case Told():
             size = event.engine_block_tokens
-            return BlocksChanged(slot, changes_of(event), event.cleared, size)
-        case Streamed(state=state, complete=complete):
-            return StreamChanged(slot, state, complete)
-        case Voided():
-            return EventsVoided(slot)
+            return BlocksChanged(slot, changes_of(event), event.cleared, size, event.rank)
+        case Streamed(state=state, complete=complete, rank=rank):
+            return StreamChanged(slot, state, complete, rank)
+        case Voided(rank=rank):
+            return EventsVoided(slot, rank)
 
 
 def _block_sizes(settings: SchedulerSettings) -> list[int]:

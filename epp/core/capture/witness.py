@@ -272,17 +272,18 @@ def _of_engine(
 ) -> Note | None:
     """What an engine said, without its tokens; None: nothing came of it."""
     match given:
-        case EventsHeard(slot):
+        case EventsHeard(slot=slot, rank=rank):
             heard = effects.heard
             if heard is None or not (heard.cleared or heard.changes):
                 return None
-            return Heard(now, slot, heard.cleared, heard.engine_block_tokens, heard.changes)
-        case BlocksChanged(slot, changes, cleared, size):
-            return Heard(now, slot, cleared, size, changes)
-        case StreamChanged(slot, state, complete):
-            return Streamed(at_s=now, slot=slot, state=state, complete=complete)
-        case EventsVoided(slot):
-            return Voided(at_s=now, slot=slot)
+            size = heard.engine_block_tokens
+            return Heard(now, slot, heard.cleared, size, heard.changes, rank)
+        case BlocksChanged(slot, changes, cleared, size, rank):
+            return Heard(now, slot, cleared, size, changes, rank)
+        case StreamChanged(slot, state, complete, rank):
+            return Streamed(at_s=now, slot=slot, state=state, complete=complete, rank=rank)
+        case EventsVoided(slot, rank):
+            return Voided(at_s=now, slot=slot, rank=rank)
 
 
 def _ended(number: int, outcome: Outcome, now: Seconds) -> Ended:

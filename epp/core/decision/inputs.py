@@ -97,10 +97,11 @@ class PeersUnheard(Struct, frozen=True, gc=False):
 
 
 class EventsHeard(Struct, frozen=True, gc=False):
-    """The engine in `slot` says which blocks it holds from now on, or not any more."""
+    """The engine in `slot` says which blocks its rank `rank` holds from now on, or not any more."""
 
     slot: int
     events: Sequence[Event]
+    rank: int = 0
 
 
 class BlocksChanged(Struct, frozen=True, gc=False):
@@ -112,20 +113,27 @@ class BlocksChanged(Struct, frozen=True, gc=False):
     """Before that, all that it held was gone."""
     engine_block_tokens: int = 0
     """The most that a block of the engine has."""
+    rank: int = 0
 
 
 class StreamChanged(Struct, frozen=True, gc=False):
-    """How much counts what the engine in `slot` says; `complete`: it told all that it holds."""
+    """How much counts what the engine in `slot` says of one of its ranks.
+
+    `complete`: it told all that it holds there. A rank after the first of which there is no stream any
+    more is gone.
+    """
 
     slot: int
     state: StreamState
     complete: bool
+    rank: int = 0
 
 
 class EventsVoided(Struct, frozen=True, gc=False):
-    """What the engine in `slot` said so far does not hold; what was decided does."""
+    """What the engine in `slot` said so far of one of its ranks does not hold; what was decided does."""
 
     slot: int
+    rank: int = 0
 
 
 class Tick(Struct, frozen=True, gc=False):

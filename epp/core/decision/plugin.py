@@ -12,7 +12,7 @@ n is the number of candidates. A column that a plugin asks for is its own, to us
 are the sums that a picker gets; `candidates.slot` cannot be written.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any, ClassVar, Final, Protocol
 
@@ -118,6 +118,21 @@ class MarksRequests(Plugin, Protocol):
         ...
 
 
+class ChoosesRanks(Plugin, Protocol):
+    """Says which rank of an endpoint with several serves a request, in a header for its engine."""
+
+    rank_header: ClassVar[str]
+    """Lower-case name of the header that it sets: a client's is removed."""
+
+    def rank_of(self, held_tokens: Sequence[int], sent: Sequence[int], /) -> int | None:
+        """The rank of the endpoint that was picked; None: its engine is to choose.
+
+        `held_tokens`: of the prompt, that each rank said that it holds. `sent`: requests that this picker
+        has sent to each by the header, and that have not ended. Both have two members or more.
+        """
+        ...
+
+
 class Picker(Plugin, Protocol):
     """Chooses from the weighted sums."""
 
@@ -157,6 +172,7 @@ _MEMBERS: Final[Mapping[str, tuple[str, ...]]] = {
     "goes_by_sessions": ("session_of",),
     "marks_responses": ("response_headers",),
     "marks_requests": ("own_headers", "request_headers"),
+    "chooses_ranks": ("rank_header", "rank_of"),
     "tells_cost": ("cost_unit", "cost_parts"),
 }
 """What a plugin has for an ability, and for nothing else."""

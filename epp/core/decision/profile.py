@@ -5,7 +5,7 @@ everybody, in place of its picker the highest sum is taken.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from random import Random
 from typing import Final, cast
@@ -24,6 +24,7 @@ from epp.core.decision.failures import (
 )
 from epp.core.decision.kept_scores import KeptScores
 from epp.core.decision.plugin import (
+    ChoosesRanks,
     Filter,
     MarksRequests,
     MarksResponses,
@@ -73,7 +74,7 @@ class NamedResponder(Struct, frozen=True):
     """What only sets headers, on responses or on requests, under the name it has in the configuration."""
 
     name: str
-    plugin: MarksResponses | MarksRequests
+    plugin: MarksResponses | MarksRequests | ChoosesRanks
 
 
 class Marker(Struct, frozen=True):
@@ -118,6 +119,27 @@ class RequestMarker(Struct, frozen=True):
         if fault or set(cast(Mapping[str, str], found)) <= set(self.plugin.own_headers):
             return fault
         return "a header that is none of its own"
+
+
+class RankChooser(Struct, frozen=True):
+    """The plugin that chooses ranks, under its name in the configuration."""
+
+    name: str
+    plugin: ChoosesRanks
+    failures: PluginFailures
+
+    def rank_of(self, held_tokens: Sequence[int], sent: Sequence[int]) -> int | None:
+        """As of `ChoosesRanks`; None, if the plugin fails."""
+        try:
+            rank: object = self.plugin.rank_of(held_tokens, sent)
+        except BaseException as error:  # noqa: BLE001  the boundary of a plugin
+            self.failures.raised(self.name, "rank_of", error)
+            return None
+        if rank is None or (type(rank) is int and 0 <= rank < len(held_tokens)):
+            return rank
+        fault = f"{rank!r:.40}, expected None or a rank below {len(held_tokens)}"
+        self.failures.returned(self.name, "rank_of", fault)
+        return None
 
 
 def _headers(
@@ -222,6 +244,17 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
             RequestMarker(member.name, cast("MarksRequests", member.plugin), failures)
             for member in (*self.members, *self.responders)
             if member.plugin.abilities.marks_requests
+        )
+
+    def rank_chooser(self, failures: PluginFailures) -> RankChooser | None:
+        """The first that chooses ranks; None: engines do."""
+        return next(
+            (
+                RankChooser(one.name, cast("ChoosesRanks", one.plugin), failures)
+                for one in self.responders
+                if one.plugin.abilities.chooses_ranks
+            ),
+            None,
         )
 
     @cached_property

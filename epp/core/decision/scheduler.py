@@ -7,6 +7,7 @@ same calls with the same seed give the same decisions, in production and in the 
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from random import Random
 from typing import Any, Final, NamedTuple, Protocol, cast
 
@@ -39,7 +40,7 @@ from epp.core.decision.inputs import (
 )
 from epp.core.decision.kept_scores import KeptScores
 from epp.core.decision.plugin import GoesBySessions
-from epp.core.decision.profile import Kept, Marker, RequestMarker, Scored
+from epp.core.decision.profile import Kept, Marker, RankChooser, RequestMarker, Scored
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import Acted, Shadow, ShadowTotals, ShadowVerdict
 from epp.core.knowledge.candidates import Affinity, Candidates, Ints
@@ -97,6 +98,10 @@ class Decision(Struct, frozen=True, kw_only=True):
     """Those that set headers on the request."""
     offered: Candidates | None = None
     """All that were ready, before filters; None: nobody asks."""
+    rank_chooser: RankChooser | None = None
+    """What would say which rank of the endpoint serves; None: nothing does."""
+    rank: int | None = None
+    """What it said."""
 
     @property
     def number(self) -> int:
@@ -122,6 +127,11 @@ class Decision(Struct, frozen=True, kw_only=True):
         lease = self.lease
         return predicted_tokens(lease.matched_blocks, self.leg.block_tokens, lease.prompt_tokens)
 
+    @property
+    def marks_requests(self) -> bool:
+        """A plugin sets headers on requests, if not on this one."""
+        return bool(self.request_markers) or self.rank_chooser is not None
+
     def request_headers(self) -> dict[str, str]:
         """Headers to set on the request; asked for before anything else is decided."""
         found: dict[str, str] = {}
@@ -129,14 +139,17 @@ class Decision(Struct, frozen=True, kw_only=True):
             for marker in self.request_markers:
                 request = self.lease.request
                 found.update(marker.request_headers(request, self.offered, self.endpoint))
+        if self.rank_chooser is not None and self.rank is not None:
+            found[self.rank_chooser.plugin.rank_header] = str(self.rank)
         return found
 
     @property
     def own_request_headers(self) -> frozenset[str]:
         """Names that no client may set, because plugins do."""
-        return frozenset(
-            name for marker in self.request_markers for name in marker.plugin.own_headers
-        )
+        names = {name for marker in self.request_markers for name in marker.plugin.own_headers}
+        if self.rank_chooser is not None:
+            names.add(self.rank_chooser.plugin.rank_header)
+        return frozenset(names)
 
     def response_headers(self, served: str) -> dict[str, str]:
         """Headers to set on the response, e.g. the session token.
@@ -525,7 +538,7 @@ class Scheduler:
         heard: Heard | None = None
         for name, hearing in self.hearing.items():
             try:
-                said = hearing.hear(given.slot, given.events, now)
+                said = hearing.hear(given.slot, given.events, now, rank=given.rank)
             except BaseException as error:  # noqa: BLE001  the boundary of a plugin
                 self.failures.raised(name, "hear", error)
             else:
@@ -539,14 +552,16 @@ class Scheduler:
         elif slot not in self._asleep:
             self._asleep.add(slot)
             for name, hearing in self.hearing.items():
-                self.failures.call(name, "clear", hearing.clear, slot)
+                self.failures.call(name, "clear", partial(hearing.clear, rank=None), slot)
 
     def _change_blocks(self, given: BlocksChanged, now: Seconds) -> None:
         for name, hearing in self.hearing.items():
             if given.cleared:
-                self.failures.call(name, "clear", hearing.clear, given.slot)
+                clear = partial(hearing.clear, rank=given.rank)
+                self.failures.call(name, "clear", clear, given.slot)
+            change = partial(hearing.change, rank=given.rank)
             told = (given.slot, given.changes, given.engine_block_tokens)
-            self.failures.call(name, "change", hearing.change, *told)
+            self.failures.call(name, "change", change, *told)
 
     def _change_stream(self, given: StreamChanged, now: Seconds) -> None:
         for name, hearing in self.hearing.items():
@@ -554,13 +569,14 @@ class Scheduler:
 
     def _set_stream(self, name: str, hearing: HearsEngines, given: StreamChanged) -> None:
         def change() -> None:
-            hearing.set_stream(given.slot, given.state, complete=given.complete)
+            hearing.set_stream(given.slot, given.state, complete=given.complete, rank=given.rank)
 
         self.failures.call(name, "set_stream", change)
 
     def _void_events(self, given: EventsVoided, now: Seconds) -> None:
         for name, hearing in self.hearing.items():
-            self.failures.call(name, "silence", hearing.silence, given.slot)
+            silence = partial(hearing.silence, rank=given.rank)
+            self.failures.call(name, "silence", silence, given.slot)
 
     def _limit_memory(self, given: IndexMemoryLimited, now: Seconds) -> None:
         self._memory_share = given.share
@@ -597,6 +613,7 @@ class Scheduler:
         self._scorer_names = tuple(scorer.name for scorer in profile.scorers)
         self._markers = profile.markers(self.failures)
         self._request_markers = profile.request_markers(self.failures)
+        self._rank_chooser = profile.rank_chooser(self.failures)
         self._tellers = profile.tellers
         self.outliers.configure(self.settings.ejection)
         self._kept_scores = KeptScores.of(profile.scorers)
@@ -781,6 +798,10 @@ class Scheduler:
             request, slot, matched_blocks=matched, prefill_tokens=uncached, now=now
         )
         self.outliers.ejection.sent(lease)
+        fallbacks = self._fallbacks(candidates, scored, picked)
+        rank = None
+        if self._rank_chooser is not None:
+            rank = self._rank_of(self._rank_chooser, lease, fallbacks, now)
         self._expect(lease, slot, self._expected(request, matched, first, candidates))
         for name, index in self.indexes.items():
             self._record(name, index, lease, slot, now)
@@ -793,7 +814,7 @@ class Scheduler:
         self.decisions += 1
         leg = Leg(
             endpoint=self._endpoint(slot),
-            fallbacks=self._fallbacks(candidates, scored, picked),
+            fallbacks=fallbacks,
             ready=offered.ready,
             dropped=offered.dropped,
             candidates=candidates,
@@ -812,7 +833,43 @@ class Scheduler:
             markers=self._markers,
             request_markers=self._request_markers,
             offered=offered.candidates,
+            rank_chooser=self._rank_chooser,
+            rank=rank,
         )
+
+    def _rank_of(
+        self,
+        chooser: RankChooser,
+        lease: Lease,
+        fallbacks: Sequence[Endpoint],
+        now: Seconds,
+    ) -> int | None:
+        """At which rank `lease` is served, which is counted from now on; None: its engine chooses.
+
+        An engine refuses a rank that it has not, and whoever serves in the place of the endpoint that was
+        picked gets the same headers: a rank is named that all of them have.
+        """
+        name, index = next(iter(self.hearing.items()), ("", None))
+        if index is None:
+            return None
+        try:
+            ranks = index.ranks_at(lease.slot)
+            if ranks < 2:
+                return None
+            held = index.held_by_ranks(lease.request, lease.slot, now)
+            others = [self.pool.slot_of(endpoint) for endpoint in fallbacks]
+            least = min(
+                (index.ranks_at(slot) for slot in others if slot is not None), default=ranks
+            )
+        except BaseException as error:  # noqa: BLE001  the boundary of a plugin
+            self.failures.raised(name, "held_by_ranks", error)
+            return None
+        tokens = [blocks * self._block_tokens_of(name) for blocks in held]
+        rank = chooser.rank_of(tokens, self.ledger.sent_to_ranks(lease.slot, len(tokens)))
+        if rank is None or rank >= least:
+            return None
+        self.ledger.place(lease, rank)
+        return rank
 
     def _fallbacks(
         self, candidates: Candidates, scored: Scored, picked: list[int]

@@ -14,6 +14,10 @@ not taken to tell all that it holds.
 not heard has nothing here, and the index of decisions answers for it (`joined`); of one that is heard and
 told all that it holds, the column `EXACT` says that nobody else need be asked.
 
+**Ranks.** An engine with several ranks behind its address has a mirror a rank, each with a bit, and is
+believed to hold what the best of them holds: whoever sends there says which rank is meant. It told all
+once each of its ranks did. A rank that is not heard any more is forgotten alone.
+
 **Never more than is held.** The last block of a prompt that is wholly cached is computed again, a block
 of the engine is used wholly or not at all, and a hybrid model needs all its groups at the same place:
 so far each match is cut down. A tier that is not the device counts by its weight.
@@ -40,6 +44,7 @@ from epp.core.knowledge.exact_parameters import ROW_BYTES, PrecisePrefixCachePar
 from epp.core.knowledge.index import (
     EXACT,
     HOST_BLOCKS,
+    RANKS_MAX,
     AffinityIndex,
     Heard,
     Held,
@@ -123,40 +128,55 @@ class ExactStatistics(Struct):
 class _Place:
     """The rows of one mirror: they carry its bit."""
 
-    __slots__ = ("bit", "mirror", "number", "slot")
+    __slots__ = ("bit", "mirror", "number", "rank", "slot")
 
-    def __init__(self, number: int, slot: int, mirror: Mirror) -> None:
+    def __init__(self, number: int, slot: int, rank: int, mirror: Mirror) -> None:
         self.number = number
         self.bit = 1 << number
         self.slot = slot
         """-1: it is forgotten."""
+        self.rank = rank
         self.mirror = mirror
 
 
-class _Slot:
-    """How the stream of one endpoint stands."""
+class _Rank:
+    """How the stream of one rank stands."""
 
-    __slots__ = (
-        "awaited",
-        "blocks_total",
-        "complete",
-        "counting",
-        "overdue",
-        "place",
-        "state",
-    )
+    __slots__ = ("complete", "counting", "place", "state")
 
     def __init__(self) -> None:
         self.place: _Place | None = None
         self.state = StreamState.NONE
         self.complete = False
+        self.counting = True
+
+    @property
+    def told_all(self) -> bool:
+        """All that it holds is known."""
+        place = self.place
+        counts = self.complete and self.state in _COUNTS
+        return counts and place is not None and not place.mirror.cut
+
+
+class _Slot:
+    """What is known of one endpoint beside its rows."""
+
+    __slots__ = ("awaited", "blocks_total", "overdue", "ranks")
+
+    def __init__(self) -> None:
+        self.ranks = [_Rank()]
+        """At least one; nearly always no more."""
         self.awaited: deque[tuple[Seconds, int]] = deque()
         """(when it was decided, the key that is told of it), the oldest first."""
         self.overdue = False
         """What was awaited for `LATE_S_MAX` did not come, nor has anything that was decided since."""
-        self.counting = True
         self.blocks_total = 0
-        """Of the engine; 0: it does not say."""
+        """Of all ranks; 0: the engine does not say."""
+
+    @property
+    def told_all(self) -> bool:
+        """All that each rank holds is known."""
+        return all(rank.told_all for rank in self.ranks)
 
 
 class ExactIndex:
@@ -277,24 +297,24 @@ class ExactIndex:
         keys = sum(map(len, self._tiers.values()))
         return (keys + self._blocks) * ROW_BYTES + self._recent.bytes_estimated
 
-    def mirror_of(self, slot: int) -> Mirror | None:
-        """What the engine in `slot` told; None: nothing."""
-        place = self._slots[slot].place if slot < len(self._slots) else None
+    def mirror_of(self, slot: int, rank: int = 0) -> Mirror | None:
+        """What the engine in `slot` told of `rank`; None: nothing."""
+        place = self._rank(slot, rank).place if rank < self.ranks_at(slot) else None
         return None if place is None else place.mirror
 
     # What engines say.
 
-    def hear(self, slot: int, events: Sequence[Event], now: Seconds) -> Heard:
-        """The engine in `slot` says so."""
-        known = self._slot(slot)
+    def hear(self, slot: int, events: Sequence[Event], now: Seconds, *, rank: int = 0) -> Heard:
+        """The engine in `slot` says so of its rank `rank`."""
+        known, told_rank = self._slot(slot), self._rank(slot, rank)
         changes: list[Changed] = []
         faults: list[Fault] = []
         cleared = [at for at, event in enumerate(events) if type(event) is Cleared]
         if cleared:
             # What came before it is as if it had not been; all is gone, in all tiers and groups.
             events = events[cleared[-1] + 1 :]
-            self.clear(slot)
-        place = known.place or self._new_place(slot)
+            self.clear(slot, rank=rank)
+        place = told_rank.place or self._new_place(slot, rank)
         mirror = place.mirror
         cut = mirror.cut
         adapters_before = len(mirror.adapters)
@@ -318,11 +338,11 @@ class ExactIndex:
             self._exact = None
         if len(mirror.adapters) > adapters_before:
             self._names.adapters_told(mirror.adapters)
-        unbalanced = bool(known.blocks_total) and mirror.unbalanced(known.blocks_total)
+        unbalanced = bool(known.blocks_total) and mirror.unbalanced(self._blocks_left(known, place))
         if unbalanced:
             self.statistics.unbalanced += 1
-            known.counting = False
-            self.silence(slot)
+            told_rank.counting = False
+            self.silence(slot, rank=rank)
         return Heard(
             cleared=bool(cleared) or unbalanced,
             changes=() if unbalanced else changes,
@@ -331,14 +351,22 @@ class ExactIndex:
             unbalanced=unbalanced,
         )
 
-    def clear(self, slot: int) -> None:
+    def clear(self, slot: int, *, rank: int | None = None) -> None:
         """The engine in `slot` holds nothing, neither of what it said nor of what was decided."""
-        self.silence(slot)
+        for one in range(self.ranks_at(slot)) if rank is None else (rank,):
+            self.silence(slot, rank=one)
         self._recent.forget(slot)
 
-    def change(self, slot: int, changes: Sequence[Changed], engine_block_tokens: int = 0) -> None:
+    def change(
+        self,
+        slot: int,
+        changes: Sequence[Changed],
+        engine_block_tokens: int = 0,
+        *,
+        rank: int = 0,
+    ) -> None:
         """As `hear`, for whoever has only what came of it."""
-        place = self._slot(slot).place or self._new_place(slot)
+        place = self._rank(slot, rank).place or self._new_place(slot, rank)
         place.mirror.engine_block_tokens = engine_block_tokens
         before = len(place.mirror)
         place.mirror.adopt(changes)
@@ -349,30 +377,54 @@ class ExactIndex:
         """Engines serve LoRA adapters, these among them."""
         self._names.adapters_told(names)
 
-    def set_stream(self, slot: int, state: StreamState, *, complete: bool) -> None:
-        """How much what `slot` says counts; `complete`: it told all that it holds."""
-        known = self._slot(slot)
+    def set_stream(self, slot: int, state: StreamState, *, complete: bool, rank: int = 0) -> None:
+        """How much what `slot` says of `rank` counts; `complete`: it told all that it holds there."""
+        known = self._rank(slot, rank)
         known.state = state
         known.complete = complete
         if not complete or state not in _COUNTS:
             self._await_nothing(slot)
         if known.place is None and state in _COUNTS:
-            self._new_place(slot)
+            self._new_place(slot, rank)
+        ranks = self._slots[slot].ranks
+        while len(ranks) > 1 and ranks[-1].state is StreamState.NONE:
+            self.silence(slot, rank=len(ranks) - 1)
+            ranks.pop()
         self._count_places()
 
-    def silence(self, slot: int) -> None:
-        """What the engine in `slot` said so far does not hold; what was decided does."""
-        known = self._slot(slot)
+    def ranks_at(self, slot: int) -> int:
+        """How many ranks the engine in `slot` has."""
+        return len(self._slots[slot].ranks) if slot < len(self._slots) else 1
+
+    def held_by_ranks(self, request: InferenceRequest, slot: int, now: Seconds) -> list[int]:
+        """Leading full blocks that each rank in `slot` said that it holds, summed over the prompts."""
+        ranks = self.ranks_at(slot)
+        held = np.zeros(ranks, dtype=np.int64)
+        for number, chain in enumerate(self._chains(request)):
+            blocks = len(chain) // HASH_BYTES
+            tokens = self._tokens_of(request, number, blocks)
+            usable = min(blocks, max(0, tokens - 1) // self.block_tokens)
+            if usable:
+                keys = array("Q", chain).tolist()[:usable]
+                depths = np.zeros(ranks, dtype=np.int64)
+                self._add_told(depths, request, number, keys, tokens, rank_of_slot=slot)
+                held += depths
+        found: list[int] = held.tolist()
+        return found
+
+    def silence(self, slot: int, *, rank: int = 0) -> None:
+        """What the engine in `slot` said so far of `rank` does not hold; what was decided does."""
+        known = self._rank(slot, rank)
         self._await_nothing(slot)
         place, known.place = known.place, None
         if place is None:
             return
         place.slot = -1
         self._forgotten.append(place)
-        if len(place.mirror) <= SWEPT_AT_ONCE_MAX or len(self._forgotten) > len(self._slots):
+        if len(place.mirror) <= SWEPT_AT_ONCE_MAX or len(self._forgotten) > self._ranks:
             self._sweep(place, len(place.mirror))
         if known.state in _COUNTS:
-            self._new_place(slot)
+            self._new_place(slot, rank)
         self._count_places()
 
     def held(self, request: InferenceRequest, slot: int) -> Held | None:
@@ -383,33 +435,35 @@ class ExactIndex:
         """
         known = self._slots[slot] if slot < len(self._slots) else None
         chains = request.token_chains.get(self.block_tokens)
-        if known is None or known.place is None or not chains or not chains[0]:
+        if known is None or not known.told_all or not chains or not chains[0]:
             return None
-        if not known.complete or known.state is not StreamState.LIVE or known.place.mirror.cut:
+        if any(rank.state is not StreamState.LIVE for rank in known.ranks):
             return None
-        mirror = known.place.mirror
-        size = mirror.engine_block_tokens
+        mirrors = [rank.place.mirror for rank in known.ranks if rank.place is not None]
+        size = max(mirror.engine_block_tokens for mirror in mirrors)
         if not size or request.cache_salt or self._adapter_of(request) != "":
             return None
-        if size % mirror.step_tokens:
+        if size % mirrors[0].step_tokens:
             # Of such blocks the mirror does not follow every run to its end.
             return None
         keys = array("Q", chains[0])
         total = self._told_blocks(len(keys), size)
         if not total:
             return None
-        bit = known.place.bit
-        tiers = tuple(self._tiers.values())
+        most = max(
+            self._held_blocks(rank.place, keys, total)
+            for rank in known.ranks
+            if rank.place is not None
+        )
+        return Held(most, total, self.block_tokens)
 
-        def holds(key: int) -> bool:
-            return any(rows.get(key, 0) & bit for rows in tiers)
-
+    def _held_blocks(self, place: _Place, keys: "array[int]", total: int) -> int:
+        """Of the first `total` of `keys`, how many are held from the first on."""
         # The key of a block stands for all of the prompt up to there.
-        if holds(keys[total - 1]):
-            return Held(total, total, self.block_tokens)
+        if self._holds(place, keys[total - 1]):
+            return total
         # Engines give up tails before heads.
-        lost = bisect_left(range(total), True, key=lambda at: not holds(keys[at]))
-        return Held(lost, total, self.block_tokens)
+        return bisect_left(range(total), True, key=lambda at: not self._holds(place, keys[at]))
 
     # What the scheduler does.
 
@@ -436,8 +490,9 @@ class ExactIndex:
         if slot >= len(self._slots):
             return
         known = self._slots[slot]
-        known.complete = False
-        known.counting = True
+        for rank in known.ranks:
+            rank.complete = False
+            rank.counting = True
         known.blocks_total = 0
         self.clear(slot)
 
@@ -526,11 +581,29 @@ class ExactIndex:
         if self._settings.speculative_indexing and self._recent.entries:
             known = self._recent.match(self._as_recent((chain,)), slots, now)
             np.minimum(known.matched, usable, out=depths)
-        found, lost = self._walk(keys)
+        self._add_told(depths, request, number, keys, tokens)
+        return depths
+
+    def _add_told(
+        self,
+        depths: Ints,
+        request: InferenceRequest,
+        number: int,
+        keys: list[int],
+        tokens: int,
+        *,
+        rank_of_slot: int = -1,
+    ) -> None:
+        """Raise `depths`, by slot, to what is told of `keys`; by rank, where one slot alone is asked of."""
+        by_rank = rank_of_slot >= 0
+        found, lost = self._walk(keys, self._bits_of(rank_of_slot) if by_rank else self._counted)
         steps: Sequence[int] = ()
         for place_number, blocks in found.items():
             place = self._places[place_number]
-            if place is None or not 0 <= place.slot < slots:
+            if place is None:
+                continue
+            at = place.rank if by_rank else place.slot
+            if not 0 <= at < len(depths):
                 continue
             mirror = place.mirror
             depth = blocks
@@ -542,15 +615,22 @@ class ExactIndex:
                 whole = min(depth * self.block_tokens, tokens - 1) // size * size
                 depth = whole // self.block_tokens
             weighed = int(depth - lost.get(place_number, 0.0))
-            depths[place.slot] = max(depths.item(place.slot), weighed)
-        return depths
+            depths[at] = max(depths.item(at), weighed)
+
+    def _bits_of(self, slot: int) -> int:
+        """Of the ranks in `slot` whose streams count."""
+        places = [rank.place for rank in self._slots[slot].ranks] if slot < len(self._slots) else []
+        return self._counted & sum(place.bit for place in places if place is not None)
 
     def _add_host_blocks(self, host: Floats, keys: list[int]) -> None:
         """Add to each slot how many of `keys`, from the first on, are in the memory of its host."""
-        for place_number, blocks in self._walk_one(self._tiers[HOST], keys).items():
+        most: dict[int, int] = {}
+        for place_number, blocks in self._walk_one(self._tiers[HOST], keys, self._counted).items():
             place = self._places[place_number]
             if place is not None and 0 <= place.slot < len(host):
-                host[place.slot] += blocks
+                most[place.slot] = max(most.get(place.slot, 0), blocks)
+        for slot, blocks in most.items():
+            host[slot] += blocks
 
     def _exact_of(self, slots: int) -> Floats:
         """1.0 for each slot that told all that it holds, and of which all is kept."""
@@ -558,9 +638,7 @@ class ExactIndex:
         if exact is None or len(exact) < slots:
             exact = self._exact = np.zeros(max(slots, len(self._slots)))
             for slot, known in enumerate(self._slots):
-                place = known.place
-                told = known.complete and not known.overdue and known.state in _COUNTS
-                exact[slot] = told and place is not None and not place.mirror.cut
+                exact[slot] = not known.overdue and known.told_all
         return exact[:slots]
 
     def _steps(self, request: InferenceRequest, number: int) -> Sequence[int]:
@@ -572,16 +650,18 @@ class ExactIndex:
         chains = request.token_chains_of(step_tokens, TOKENS_MAX, adapter=adapter)
         return array("Q", chains[number])
 
-    def _walk(self, keys: list[int]) -> tuple[dict[int, int], dict[int, float]]:
-        """Number of a place -> how many of `keys` it holds from the first on; and what tiers take off."""
-        if any(rows for tier, rows in self._tiers.items() if tier != DEVICE):
-            return self._walk_tiers(keys)
-        return self._walk_one(self._tiers[DEVICE], keys), {}
+    def _walk(self, keys: list[int], alive: int) -> tuple[dict[int, int], dict[int, float]]:
+        """Number of a place of the bits `alive` -> how many of `keys` it holds from the first on.
 
-    def _walk_one(self, rows: dict[int, int], keys: list[int]) -> dict[int, int]:
+        And what tiers take off.
+        """
+        if any(rows for tier, rows in self._tiers.items() if tier != DEVICE):
+            return self._walk_tiers(keys, alive)
+        return self._walk_one(self._tiers[DEVICE], keys, alive), {}
+
+    def _walk_one(self, rows: dict[int, int], keys: list[int], alive: int) -> dict[int, int]:
         """Number of a place -> how many of `keys` it holds in one tier, from the first on."""
         found: dict[int, int] = {}
-        alive = self._counted
         for depth, key in enumerate(keys):
             mask = rows.get(key, 0) & alive
             if mask != alive:
@@ -592,11 +672,10 @@ class ExactIndex:
         _note(found, alive, len(keys))
         return found
 
-    def _walk_tiers(self, keys: list[int]) -> tuple[dict[int, int], dict[int, float]]:
+    def _walk_tiers(self, keys: list[int], alive: int) -> tuple[dict[int, int], dict[int, float]]:
         """As `_walk`, where a block counts by the best of the tiers that hold it."""
         found: dict[int, int] = {}
         lost: dict[int, float] = {}
-        alive = self._counted
         tiers = sorted(self._tiers.items(), key=lambda tier: -self._weights[tier[0]])
         # (mask, what a block takes off) -> in how many blocks: mostly the same from block to block.
         runs: dict[tuple[int, float], int] = {}
@@ -629,25 +708,28 @@ class ExactIndex:
     def _await_told(self, chain: bytes, slot: int, now: Seconds) -> None:
         """Await that the engine in `slot` tells of a prompt that is sent there now, if that says anything."""
         known = self._slot(slot)
-        place = known.place
-        if place is None or not known.complete or known.state not in _COUNTS:
-            return
         if known.awaited and now - known.awaited[-1][0] < LATE_S_MAX / AWAITED_MAX:
             return
-        mirror = place.mirror
-        size = mirror.engine_block_tokens
-        if mirror.cut or size % mirror.step_tokens:
+        if not known.told_all:
+            return
+        mirrors = [rank.place.mirror for rank in known.ranks if rank.place is not None]
+        size = max(mirror.engine_block_tokens for mirror in mirrors)
+        if size % mirrors[0].step_tokens:
             # Of such blocks the mirror does not follow every run to its end.
             return
         keys = array("Q", chain)
         blocks = self._told_blocks(len(keys), size) if size else len(keys)
-        if not blocks or self._holds(place, keys[blocks - 1]):
+        if not blocks or self._any_holds(known, keys[blocks - 1]):
             return
         known.awaited.append((now, keys[blocks - 1]))
         self._awaiting = True
 
     def _holds(self, place: _Place, key: int) -> bool:
         return any(rows.get(key, 0) & place.bit for rows in self._tiers.values())
+
+    def _any_holds(self, known: _Slot, key: int) -> bool:
+        places = (rank.place for rank in known.ranks)
+        return any(place is not None and self._holds(place, key) for place in places)
 
     def _look_for_awaited(self, now: Seconds) -> None:
         """See what was told, some times in `speculativeTTL`, and how long what was decided counts."""
@@ -657,13 +739,11 @@ class ExactIndex:
         self._looked_at_s = now
         self._awaiting = False
         for slot, known in enumerate(self._slots):
-            awaited, place = known.awaited, known.place
-            told = 0
-            if place is not None:
-                newest_first = range(len(awaited), 0, -1)
-                told = next(
-                    (at for at in newest_first if self._holds(place, awaited[at - 1][1])), 0
-                )
+            awaited = known.awaited
+            newest_first = range(len(awaited), 0, -1)
+            told = next(
+                (at for at in newest_first if self._any_holds(known, awaited[at - 1][1])), 0
+            )
             for _ in range(told):
                 awaited.popleft()
             overdue = known.overdue and not told
@@ -701,8 +781,34 @@ class ExactIndex:
             slots.append(_Slot())
         return slots[number]
 
-    def _new_place(self, slot: int) -> _Place:
-        known = self._slot(slot)
+    def _rank(self, slot: int, rank: int) -> _Rank:
+        """ValueError for one that is beyond what is heard."""
+        if not 0 <= rank < RANKS_MAX:
+            raise ValueError(f"rank is {rank}, expected one from 0 on below {RANKS_MAX}")
+        ranks = self._slot(slot).ranks
+        while rank >= len(ranks):
+            ranks.append(_Rank())
+            # Of the new one nothing is told.
+            self._exact = None
+        return ranks[rank]
+
+    @property
+    def _ranks(self) -> int:
+        """Of all slots."""
+        return sum(len(known.ranks) for known in self._slots)
+
+    def _blocks_left(self, known: _Slot, place: _Place) -> int:
+        """How many blocks of the engine can be in `place`, beside those of its other ranks."""
+        if len(known.ranks) == 1:
+            return known.blocks_total
+        others = (rank.place for rank in known.ranks)
+        held = sum(
+            other.mirror.copies for other in others if other is not None and other is not place
+        )
+        return known.blocks_total - held
+
+    def _new_place(self, slot: int, rank: int) -> _Place:
+        known = self._rank(slot, rank)
         number = next(
             (at for at, place in enumerate(self._places) if place is None), len(self._places)
         )
@@ -710,7 +816,7 @@ class ExactIndex:
             self._places.append(None)
         mirror = Mirror(self.block_tokens, rows_max=0)
         mirror.counting = known.counting
-        place = known.place = self._places[number] = _Place(number, slot, mirror)
+        place = known.place = self._places[number] = _Place(number, slot, rank, mirror)
         self._count_places()
         return place
 
@@ -719,8 +825,9 @@ class ExactIndex:
         self._exact = None
         self._counted = 0
         for known in self._slots:
-            if known.place is not None and known.state in _COUNTS:
-                self._counted |= known.place.bit
+            for rank in known.ranks:
+                if rank.place is not None and rank.state in _COUNTS:
+                    self._counted |= rank.place.bit
 
     def _apply(self, changes: Iterable[Changed], place: _Place) -> int:
         """Note what `place` holds from now on; return how many rows it holds no more."""
@@ -774,7 +881,7 @@ class ExactIndex:
         free = (self._memory_max_bytes - self.bytes_estimated) // each
         if free >= wanted:
             return wanted
-        fair = self._memory_max_bytes // each // max(1, len(self._slots))
+        fair = self._memory_max_bytes // each // max(1, self._ranks)
         if len(mirror) + wanted <= fair:
             self._give_up(wanted - free)
             free = (self._memory_max_bytes - self.bytes_estimated) // each

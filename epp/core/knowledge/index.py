@@ -30,6 +30,10 @@ HOST_BLOCKS: Final = "host"
 a gap, from where others can fetch them."""
 
 
+RANKS_MAX: Final = 64
+"""Of one engine that are heard: data-parallel engines behind one address, each with a cache of its own."""
+
+
 class AffinityIndex(Protocol):
     """State that a strategy keeps about which endpoint has seen what (design D12)."""
 
@@ -140,30 +144,50 @@ class Held(Struct, frozen=True):
 
 
 class HearsEngines(AffinityIndex, Protocol):
-    """An affinity index that engines tell what they hold."""
+    """An affinity index that engines tell what they hold.
 
-    def hear(self, slot: int, events: Sequence[Event], now: Seconds) -> Heard:
+    An engine has one rank, 0, or several behind one address, below `RANKS_MAX`, each with a cache and a
+    stream of its own. What it is believed to hold of a prompt is what the best of them holds.
+    """
+
+    def hear(self, slot: int, events: Sequence[Event], now: Seconds, *, rank: int) -> Heard:
         """The engine in `slot` says so; events may be anything."""
         ...
 
-    def set_stream(self, slot: int, state: StreamState, *, complete: bool) -> None:
-        """How much what it says counts; `complete`: it told all that it holds."""
+    def set_stream(self, slot: int, state: StreamState, *, complete: bool, rank: int) -> None:
+        """How much what it says of `rank` counts; `complete`: it told all that it holds there.
+
+        A rank after the first is there from its first state on until it is told to have no stream.
+        """
         ...
 
     def adapters_told(self, names: Collection[str]) -> None:
         """Engines serve LoRA adapters, these among them; told with every scrape that names any."""
         ...
 
-    def change(self, slot: int, changes: Sequence[Changed], engine_block_tokens: int) -> None:
+    def change(
+        self, slot: int, changes: Sequence[Changed], engine_block_tokens: int, *, rank: int
+    ) -> None:
         """As `hear`, for whoever has only what came of it."""
         ...
 
-    def clear(self, slot: int) -> None:
-        """The engine in `slot` holds nothing, neither of what it said nor of what was decided."""
+    def clear(self, slot: int, *, rank: int | None) -> None:
+        """The engine in `slot` holds nothing, neither of what it said nor of what was decided.
+
+        `rank`: of what it said that alone which it said of this one; None: of all.
+        """
         ...
 
-    def silence(self, slot: int) -> None:
-        """What the engine in `slot` said so far does not hold; what was decided does."""
+    def silence(self, slot: int, *, rank: int) -> None:
+        """What the engine in `slot` said so far of `rank` does not hold; what was decided does."""
+        ...
+
+    def ranks_at(self, slot: int) -> int:
+        """How many ranks the engine in `slot` has; 1 also where it is not heard."""
+        ...
+
+    def held_by_ranks(self, request: InferenceRequest, slot: int, now: Seconds) -> Sequence[int]:
+        """Leading blocks of `request` that each rank of the engine in `slot` said that it holds."""
         ...
 
     def held(self, request: InferenceRequest, slot: int) -> Held | None:
@@ -224,6 +248,7 @@ VERBS: Final[Mapping[str, tuple[str, ...]]] = {
     "measures": ("measures",),
     "hears_engines": (
         *("hear", "set_stream", "adapters_told", "change", "clear", "silence", "held"),
+        *("ranks_at", "held_by_ranks"),
     ),
 }
 """What an index must have: for each of its abilities, and "" for all."""

@@ -88,6 +88,7 @@ class Lease:
         "prefill_tokens",
         "prefilled",
         "probe",
+        "rank",
         "recorded",
         "request",
         "slot",
@@ -124,6 +125,8 @@ class Lease:
         """It was seen that they are computed, or will not be."""
         self.recorded: dict[str, tuple[object, Any]] = {}
         """Name of an affinity index -> the index, and what its `record` returned for this request."""
+        self.rank = -1
+        """Of the endpoint, that was told to serve it; -1: its engine chose."""
         self.probe = False
         """It is to show whether an endpoint on trial is back: `ejection`."""
 
@@ -225,6 +228,8 @@ class InflightLedger:
         self._ended = ended
         self._backlogs: dict[int, _Backlog] = {}
         self._generations: dict[int, int] = {}
+        self._sent: dict[int, dict[int, int]] = {}
+        """Slot -> rank -> live leases that are placed there; none that is 0."""
         self._unseen: list[tuple[Seconds, int, Lease]] = []
         self._unseen_count = 0
         self.open_leases = 0
@@ -243,6 +248,16 @@ class InflightLedger:
         self.open_leases += 1
         self._charge(lease, prefill_tokens, now)
         return lease
+
+    def place(self, lease: Lease, rank: int) -> None:
+        """The request of `lease`, which is placed nowhere yet, is sent to this rank of its endpoint."""
+        lease.rank = rank
+        self._count_rank(lease, 1)
+
+    def sent_to_ranks(self, slot: int, ranks: int) -> list[int]:
+        """Live leases that are placed at each of the first `ranks` ranks of the endpoint in `slot`."""
+        sent = self._sent.get(slot, {})
+        return [sent.get(rank, 0) for rank in range(ranks)]
 
     def first_output(self, lease: Lease, now: Seconds) -> None:
         """The endpoint produced something: this prompt is prefilled."""
@@ -370,6 +385,7 @@ class InflightLedger:
         """The endpoint left or restarted: its leases count nowhere any more."""
         self._generations[slot] = self._generations.get(slot, 0) + 1
         self._backlogs.pop(slot, None)
+        self._sent.pop(slot, None)
         self._believe_speed(slot, None)
 
     def is_live(self, lease: Lease) -> bool:
@@ -381,6 +397,8 @@ class InflightLedger:
         self._drain(slot, now)
         lease.prefill_tokens = lease.uncached_tokens = prefill_tokens
         lease.prefilled = False
+        if lease.rank >= 0:
+            self._count_rank(lease, 1)
         columns = self._columns
         # Items as Python's own numbers: arithmetic on numpy's costs three times as much.
         columns.inflight_requests[slot] = columns.inflight_requests.item(slot) + 1
@@ -407,8 +425,20 @@ class InflightLedger:
         self._backlogs[slot] = opened
         return opened
 
+    def _count_rank(self, lease: Lease, requests: int) -> None:
+        sent = self._sent.setdefault(lease.slot, {})
+        left = sent.get(lease.rank, 0) + requests
+        if left:
+            sent[lease.rank] = left
+            return
+        del sent[lease.rank]
+        if not sent:
+            del self._sent[lease.slot]
+
     def _uncount(self, lease: Lease) -> None:
         columns, slot = self._columns, lease.slot
+        if lease.rank >= 0:
+            self._count_rank(lease, -1)
         columns.inflight_requests[slot] = columns.inflight_requests.item(slot) - 1
         context = columns.inflight_context_tokens.item(slot)
         columns.inflight_context_tokens[slot] = context - lease.request.prompt_tokens

@@ -822,7 +822,7 @@ class Session:
             set_headers.append((LOAD_REPORT_REQUEST_HEADER, LOAD_REPORT_FORMAT))
         remove_headers: tuple[str, ...] = ()
         not_clients = CONTROL_HEADERS
-        if decision.request_markers:
+        if decision.marks_requests:
             marked = decision.request_headers()
             set_headers += marked.items()
             not_clients = (CONTROL_HEADERS | decision.own_request_headers) - marked.keys()

@@ -469,22 +469,28 @@ def test_who_is_configured_no_more_is_forgotten():
 class Heard(Index):
     """Engines tell it, to no effect."""
 
-    def hear(self, slot, events, now):
+    def hear(self, slot, events, now, *, rank):
         return None
 
-    def set_stream(self, slot, state, *, complete):
+    def set_stream(self, slot, state, *, complete, rank):
         pass
 
     def adapters_told(self, names):
         pass
 
-    def change(self, slot, changes, engine_block_tokens):
+    def change(self, slot, changes, engine_block_tokens, *, rank):
         pass
 
-    def clear(self, slot):
+    def clear(self, slot, *, rank):
         pass
 
     silence = clear
+
+    def ranks_at(self, slot):
+        return self._do("ranks_at", 1)
+
+    def held_by_ranks(self, request, slot, now):
+        return self._do("held_by_ranks", [0])
 
     def held(self, request, slot):
         return self._do("held", Held(slot, 2, 64))

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 from msgspec import Meta, field, structs
 
 from epp.core.duration import Duration, check_above_zero, parse_duration
+from epp.core.knowledge.index import RANKS_MAX
 from epp.core.kv_events.payload import DEVICE
 from epp.core.parameters import Parameters
 
@@ -139,9 +140,22 @@ class PodDiscoveryConfig(Parameters, frozen=True):
     """Of the first rank; None: each endpoint is asked, and 5557 if it does not say."""
     replay_socket_port: Port | None = None
     """Where old events are asked for; None: where the endpoint says, or not at all."""
+    data_parallel_size: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1
+    """Ranks behind each address, where it is not asked: the next one publishes at the next port."""
     pod_label_selector: str = ""
     """The endpoints of the pool are listened to, whatever it says."""
     pod_namespace: str = ""
+
+    def __post_init__(self) -> None:
+        for name, port in (
+            ("socketPort", self.socket_port),
+            ("replaySocketPort", self.replay_socket_port),
+        ):
+            if port is not None and port + self.data_parallel_size - 1 > _PORT_MAX:
+                raise ValueError(
+                    f"{name} is {port} with dataParallelSize {self.data_parallel_size}, expected "
+                    f"the port of the last rank to be {_PORT_MAX} at most"
+                )
 
 
 class KvEventsConfig(Parameters, frozen=True):
@@ -205,7 +219,8 @@ class PrecisePrefixCacheParameters(Parameters, frozen=True):
     `memoryMaxBytes`."""
     kv_events_config: KvEventsConfig = field(default_factory=KvEventsConfig)
     """How engines are heard: `engineType`, `topicFilter`, `discoverPods`, and
-    `podDiscoveryConfig.socketPort` and `.replaySocketPort`, without which each endpoint is asked;
+    `podDiscoveryConfig.socketPort`, `.replaySocketPort` and `.dataParallelSize`, without which each
+    endpoint is asked;
     `zmqEndpoint`, where engines connect to."""
     speculative_indexing: bool = True
     """What was decided lately counts as held until the engine says so."""

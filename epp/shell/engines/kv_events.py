@@ -1,4 +1,4 @@
-"""Sockets of KV events: one connection an endpoint, and one more for what was missed.
+"""Sockets of KV events: one connection a rank of an endpoint, and one more for what was missed.
 
 ZMTP is spoken by `core/kv_events/zmtp`, on this loop and by no thread: libzmq aborts a process where it
 doubts an invariant, hides who is disconnected, and drops what a slow reader does not fetch. What
@@ -8,13 +8,16 @@ further ahead is not read from, and its engine drops what it cannot send.
 
 Engines that connect themselves are taken in by `kv_event_server`; of both ways an endpoint has one at a
 time. Where no port is configured each endpoint is asked `GET /kv_event_sources`, which vLLM answers since
-0.31; who does not know that is tried at the port that the field uses.
+0.31; who does not know that is tried at the port that the field uses. An engine may have several ranks
+behind its address: each is followed by itself, and is asked after again when any of them is not found
+or the engine has restarted, since it may have fewer then.
 """
 
 import asyncio
+import re
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from random import Random
 from typing import Any, Final
@@ -26,6 +29,7 @@ from msgspec import Struct
 from epp.core.address import address_of
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.exact_parameters import KvEventsConfig
+from epp.core.knowledge.index import RANKS_MAX
 from epp.core.kv_events.stream import AskReplay, StreamState
 from epp.core.kv_events.zmtp import (
     SocketType,
@@ -69,8 +73,18 @@ WAITING_BYTES_MAX: Final = 8 * 1024 * 1024
 _log = structlog.get_logger(__name__)
 
 
+_WORST_FIRST: Final = (
+    StreamState.NONE,
+    StreamState.CONNECTING,
+    StreamState.STALE,
+    StreamState.REPLAYING,
+    StreamState.LIVE,
+)
+_RANK: Final = re.compile(r"0|[1-9][0-9]{0,4}")
+
+
 class Place(Struct, frozen=True):
-    """Where one endpoint publishes."""
+    """Where one rank of an endpoint publishes."""
 
     host: str
     port: int
@@ -87,7 +101,7 @@ class _Published(Struct, gc=False):
 
 
 class SourceRow(Struct, frozen=True, kw_only=True):
-    """How one endpoint is heard, for operators."""
+    """How one endpoint is heard, for operators; of several ranks the one that is heard worst."""
 
     endpoint: str
     state: StreamState
@@ -120,11 +134,22 @@ class KVEventsSnapshot(Struct, frozen=True, kw_only=True):
 
 
 class _Source:
-    """One endpoint."""
+    """One rank of an endpoint; the first stands for the endpoint."""
 
-    def __init__(self, endpoint: Endpoint, slot: int) -> None:
+    def __init__(
+        self, endpoint: Endpoint, slot: int, *, rank: int = 0, first: "_Source | None" = None
+    ) -> None:
         self.endpoint = endpoint
         self.slot = slot
+        self.rank = rank
+        self.first = first
+        """None: it is the first."""
+        self.others: list[_Source] = []
+        """Of the first: those of the other ranks, in their order."""
+        self.lives = 0
+        """How often the endpoint had restarted when it was asked last where it publishes."""
+        self.asking: asyncio.Task[None] | None = None
+        """Asks that anew."""
         self.subscription: Subscription | None = None
         self.place: Place | None = None
         """Where it is to be heard."""
@@ -135,6 +160,11 @@ class _Source:
         self.task: asyncio.Task[None] | None = None
         self.replay: asyncio.Task[None] | None = None
         self.named_silent = False
+
+    @property
+    def ranks(self) -> tuple["_Source", ...]:
+        """Of the first: all of the endpoint."""
+        return (self, *self.others)
 
 
 class KVEventListener:
@@ -156,6 +186,8 @@ class KVEventListener:
         self._wall_clock = wall_clock
         self._random = Random(f"{seed}:kv-events")  # noqa: S311  jitter, not secrets
         self._settings: KvEventsConfig | None = None
+        self._ranks_chosen = False
+        """A plugin chooses ranks: engines with several are heard."""
         self._endpoints: Sequence[Endpoint] = ()
         self._ranks: Mapping[str, int] = {}
         """Identity of an endpoint -> its rank in its pod."""
@@ -189,8 +221,10 @@ class KVEventListener:
         names = self._scheduler.hearing
         configured: Any = next((self._scheduler.settings.indexes[name] for name in names), None)
         settings = None if configured is None else configured.kv_events_config
-        if settings != self._settings:
-            self._settings = settings
+        responders = self._scheduler.settings.profile.responders
+        chosen = any(one.plugin.abilities.chooses_ranks for one in responders)
+        if (settings, chosen) != (self._settings, self._ranks_chosen):
+            self._settings, self._ranks_chosen = settings, chosen
             for source in self._sources.values():
                 self._drop(source)
             self._sources = {}
@@ -210,7 +244,8 @@ class KVEventListener:
                 known = before.get(endpoint.endpoint_id)
                 if known is not None and _same_process(known, endpoint, slot):
                     del before[endpoint.endpoint_id]
-                    known.endpoint = endpoint
+                    for source in known.ranks:
+                        source.endpoint = endpoint
                     self._sources[endpoint.endpoint_id] = known
                 else:
                     self._sources[endpoint.endpoint_id] = _Source(endpoint, slot)
@@ -222,12 +257,12 @@ class KVEventListener:
 
     def rows(self) -> list[SourceRow]:
         """One an endpoint that is to be heard."""
-        return [self._row(source) for source in self._sources.values()]
+        return [self._worst_row(source) for source in self._sources.values()]
 
     def row_of(self, endpoint: Endpoint) -> SourceRow | None:
         """How `endpoint` is heard; None: it is not to be."""
         source = self._sources.get(endpoint.endpoint_id)
-        return None if source is None else self._row(source)
+        return None if source is None else self._worst_row(source)
 
     def snapshot(self) -> KVEventsSnapshot | None:
         """None: no index hears engines."""
@@ -255,9 +290,13 @@ class KVEventListener:
         """Of the endpoints that have a source."""
         return [
             (source.endpoint, source.subscription)
-            for source in self._sources.values()
+            for source in self._every_rank()
             if source.subscription is not None
         ]
+
+    def _every_rank(self) -> Iterator[_Source]:
+        for source in self._sources.values():
+            yield from source.ranks
 
     async def run(self) -> None:
         """Hear until cancelled. Owns every task and connection there is."""
@@ -286,6 +325,9 @@ class KVEventListener:
         """From now on `lines` speak for it; False: others do."""
         source = self._sources.get(endpoint_id)
         if source is None or self._settings is None or lines.transport is None:
+            return False
+        if source.others:
+            # Which of the ranks speaks is not known.
             return False
         if source.lines is lines:
             return True
@@ -345,9 +387,9 @@ class KVEventListener:
             )
         if self._settings is None or not self._settings.discover_pods:
             return
-        for source in self._sources.values():
+        for source in self._every_rank():
             if source.task is None:
-                name = source.endpoint.name
+                name = _name_of(source)
                 follow = partial(self._follow, source)
                 source.task = self._group.create_task(
                     self._supervisor.keep("hear KV events", follow, of=name),
@@ -355,10 +397,13 @@ class KVEventListener:
                 )
 
     def _drop(self, source: _Source) -> None:
-        for task in (source.task, source.replay):
+        for other in source.others:
+            self._drop(other)
+        source.others = []
+        for task in (source.task, source.replay, source.asking):
             if task is not None:
                 task.cancel()
-        source.task = source.replay = None
+        source.task = source.replay = source.asking = None
         if source.lines is not None:
             source.lines.end()
             source.lines = None
@@ -385,7 +430,13 @@ class KVEventListener:
                 continue
             if source.place is None or tries >= TRIES_BEFORE_ASKING:
                 tries = 0
-                answered = await self._find(source)
+                if source.first is not None:
+                    # It may be gone: the engine has restarted with fewer ranks.
+                    self._ask_anew(source.first)
+                    await asyncio.sleep(self._jittered(BACKOFF_S_MAX))
+                    answered = True
+                else:
+                    answered = await self._find(source)
                 if source.place is None:
                     await asyncio.sleep(self._jittered(NO_SOURCE_S if answered else BACKOFF_S_MAX))
                     continue
@@ -397,31 +448,38 @@ class KVEventListener:
     def _jittered(self, pause_s: Seconds) -> Seconds:
         return pause_s * self._random.uniform(0.8, 1.2)
 
+    def _ask_anew(self, source: _Source) -> None:
+        """Have the endpoint of `source` asked where it publishes, though it was found once."""
+        if self._group is None or (source.asking is not None and not source.asking.done()):
+            return
+
+        async def ask() -> None:
+            await self._find(source)
+
+        source.asking = self._group.create_task(
+            ask(), name=f"KV event sources {source.endpoint.name}"
+        )
+
     async def _find(self, source: _Source) -> bool:
-        """Set where `source` publishes, or why that is not known; whether it was reached."""
+        """Set where the ranks of `source` publish, or why that is not known; whether it was reached."""
         assert self._settings is not None, "who is heard is configured"
         discovery = self._settings.pod_discovery_config
+        source.lives = self._scheduler.lives.get(source.slot, 0)
         host = source.endpoint.host
         rank = self._ranks[source.endpoint.endpoint_id]
         if discovery.socket_port is not None:
-            replay = discovery.replay_socket_port
-            source.place = Place(
-                host, discovery.socket_port + rank, None if replay is None else replay + rank
-            )
+            self._settle(source, self._places_from(source, discovery.socket_port), "")
             return True
         target = MetricsTarget(port=source.endpoint.port, path=SOURCES_PATH)
         account = self._share.open()
         client = PageClient(
             source.endpoint, target, page_bytes_max=SOURCES_BYTES_MAX, tls=None, account=account
         )
-        replay = discovery.replay_socket_port
         try:
             page = await client.fetch(ASK_S_MAX)
         except BadResponseError:
             # An engine before vLLM 0.31, or another one.
-            source.place = Place(
-                host, DEFAULT_PORT + rank, None if replay is None else replay + rank
-            )
+            self._settle(source, self._places_from(source, DEFAULT_PORT), "")
             return True
         except OSError as error:
             source.problem = f"{client.url} cannot be reached: {type(error).__name__}"
@@ -429,12 +487,49 @@ class KVEventListener:
         finally:
             client.close()
             account.close()
-        found = place_of(page, host, rank, self._pods[pod_of(source.endpoint)])
-        if isinstance(found, str):
-            source.place, source.problem = None, f"{client.url} {found}"
-        else:
-            source.place = found
+        endpoints = self._pods[pod_of(source.endpoint)]
+        found = places_of(page, host, rank, endpoints, ranks_chosen=self._ranks_chosen)
+        self._settle(source, found, f"{client.url} ")
         return True
+
+    def _places_from(self, source: _Source, port: int) -> tuple[Place, ...] | str:
+        """Where its ranks publish, of which nobody was asked, the first of the pod at `port`."""
+        assert self._settings is not None, "who is heard is configured"
+        discovery = self._settings.pod_discovery_config
+        ranks, endpoints = discovery.data_parallel_size, self._pods[pod_of(source.endpoint)]
+        why = _unheard(ranks, endpoints, ranks_chosen=self._ranks_chosen) if ranks > 1 else ""
+        if why:
+            return f"dataParallelSize is {why}"
+        replay = discovery.replay_socket_port
+        first = self._ranks[source.endpoint.endpoint_id]
+        return tuple(
+            Place(source.endpoint.host, port + rank, None if replay is None else replay + rank)
+            for rank in range(first, first + ranks)
+        )
+
+    def _settle(self, source: _Source, found: tuple[Place, ...] | str, said_by: str) -> None:
+        """Hear the ranks of an endpoint where they were `found`, and none that is gone; or say why not."""
+        places = () if isinstance(found, str) else found
+        kept = max(0, len(places) - 1)
+        for gone in source.others[kept:]:
+            self._drop(gone)
+        del source.others[kept:]
+        for rank in range(len(source.others) + 1, len(places)):
+            other = _Source(source.endpoint, source.slot, rank=rank, first=source)
+            source.others.append(other)
+        if isinstance(found, str):
+            source.place, source.problem = None, f"{said_by}{found}"
+            if source.lines is not None:
+                source.lines.end("is not listened to any more")
+            return
+        for one, place in zip(source.ranks, places, strict=True):
+            before, one.place = one.place, place
+            if before not in (None, place) and one.lines is not None:
+                one.lines.end("is not where its engine publishes any more")
+            if len(places) > 1 and one.subscription is None:
+                # All that an endpoint holds is known once each of its ranks is heard.
+                self._open_subscription(one, place)
+        self._start()
 
     async def _hear(self, source: _Source, place: Place) -> bool:
         """Hear until the connection ends; whether anything was heard."""
@@ -468,16 +563,24 @@ class KVEventListener:
 
     def _connected(self, source: _Source, place: Place) -> None:
         """The lines of `source` are open."""
-        replays = place.replay_port is not None
-        if source.subscription is not None and source.subscription.replays is not replays:
-            self._end_subscription(source)
-        if source.subscription is None:
-            source.subscription = Subscription(
-                self._scheduler, source.slot, replays=replays, now=self._clock()
-            )
+        subscription = source.subscription
+        if subscription is None or subscription.replays is not (place.replay_port is not None):
+            subscription = self._open_subscription(source, place)
         source.heard_at = place
         source.problem = ""
-        self._ask(source, source.subscription.connected(self._clock()))
+        self._ask(source, subscription.connected(self._clock()))
+
+    def _open_subscription(self, source: _Source, place: Place) -> Subscription:
+        """For what comes from `place`, in the place of what there was."""
+        self._end_subscription(source)
+        source.subscription = Subscription(
+            self._scheduler,
+            source.slot,
+            rank=source.rank,
+            replays=place.replay_port is not None,
+            now=self._clock(),
+        )
+        return source.subscription
 
     def _parted(self, source: _Source, lines: ZmtpLines) -> None:
         """`lines` carry nothing any more."""
@@ -510,7 +613,7 @@ class KVEventListener:
                 source.replay.cancel()
             source.replay = self._group.create_task(
                 self._replay(source, place, question.first),
-                name=f"KV events again {source.endpoint.name}",
+                name=f"KV events again {_name_of(source)}",
             )
         subscription = source.subscription
         if subscription is None or not subscription.works:
@@ -576,7 +679,7 @@ class KVEventListener:
         except (OSError, TimeoutError) as error:
             _log.debug(
                 "KV events were not told again",
-                endpoint=source.endpoint.name,
+                endpoint=_name_of(source),
                 problem=type(error).__name__,
             )
         finally:
@@ -592,6 +695,10 @@ class KVEventListener:
             await asyncio.sleep(WATCH_S)
             now = self._clock()
             for source in self._sources.values():
+                lives = self._scheduler.lives.get(source.slot, 0)
+                if source.place is not None and lives != source.lives:
+                    self._ask_anew(source)
+            for source in self._every_rank():
                 subscription = source.subscription
                 if subscription is None:
                     continue
@@ -602,9 +709,27 @@ class KVEventListener:
                     if silent:
                         _log.warning(
                             "KV events are silent while the engine works",
-                            endpoint=source.endpoint.name,
+                            endpoint=_name_of(source),
                             source=_spelt(source.heard_at),
                         )
+
+    def _worst_row(self, source: _Source) -> SourceRow:
+        """Of the rank that is heard worst, if there are several."""
+        if not source.others:
+            return self._row(source)
+        rows = [self._row(one) for one in source.ranks]
+        rank, worst = min(enumerate(rows), key=lambda row: _WORST_FIRST.index(row[1].state))
+        problem = worst.problem
+        if not problem and worst.state is not StreamState.LIVE:
+            problem = f"is {worst.state}"
+        lags = [row.lag_s for row in rows if row.lag_s is not None]
+        return msgspec.structs.replace(
+            worst,
+            complete=all(row.complete for row in rows),
+            silent=any(row.silent for row in rows),
+            problem=f"rank {rank} of {len(rows)}: {problem}" if problem else "",
+            lag_s=max(lags, default=None),
+        )
 
     def _row(self, source: _Source) -> SourceRow:
         subscription = source.subscription
@@ -642,22 +767,23 @@ def _counts_of(subscription: Subscription) -> dict[tuple[str, str], int]:
     }
 
 
-def place_of(page: bytes, host: str, rank: int, endpoints: int) -> Place | str:
-    """Where an engine that answers `page` publishes its rank `rank`; or why that is not known.
+def places_of(
+    page: bytes, host: str, rank: int, endpoints: int, *, ranks_chosen: bool
+) -> tuple[Place, ...] | str:
+    """Where an engine that answers `page` publishes what an endpoint holds; or why that is not known.
 
-    Its host is taken for ours: an engine does not say where else this picker connects to. An engine that
-    has more ranks than its pod has `endpoints` shares its requests out among them: what one of them
-    holds does not say what a request finds.
+    Its host is taken for ours: an engine does not say where else this picker connects to. Of a pod with
+    as many `endpoints` as the engine has ranks the endpoint is `rank`. An engine that has more shares
+    its requests out among them: what they hold says what a request finds only where a plugin places
+    requests, `ranks_chosen`, and the engine is one endpoint.
     """
     try:
         ranks = msgspec.json.decode(page, type=dict[str, _Published])
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return "answered with something else than sources by rank"
     if len(ranks) > max(endpoints, 1):
-        return (
-            f"names {len(ranks)} ranks behind {endpoints} endpoint{'s' * (endpoints != 1)}, among which "
-            "its own balancer chooses: give each rank a port of its own"
-        )
+        why = _unheard(len(ranks), endpoints, ranks_chosen=ranks_chosen)
+        return f"names {why}" if why else _places_of_all(ranks, host)
     config = ranks.get(str(rank))
     if config is None and len(ranks) == 1:
         config = next(iter(ranks.values()))
@@ -666,7 +792,39 @@ def place_of(page: bytes, host: str, rank: int, endpoints: int) -> Place | str:
     port = _port_of(config.endpoint)
     if not config.enable_kv_cache_events or config.publisher == "null" or port is None:
         return "names no source that publishes to a port of tcp"
-    return Place(host, port, _port_of(config.replay_endpoint))
+    return (Place(host, port, _port_of(config.replay_endpoint)),)
+
+
+def _unheard(ranks: int, endpoints: int, *, ranks_chosen: bool) -> str:
+    """Why an engine with more `ranks` than its pod has `endpoints` is not heard; "": it is."""
+    what = f"{ranks} ranks behind {endpoints} endpoint{'s' * (endpoints != 1)}"
+    if endpoints > 1:
+        return f"{what}, among which its own balancer chooses: give each rank a port of its own"
+    if not ranks_chosen:
+        return (
+            f"{what}, among which its own balancer chooses: declare a data-parallel-rank-producer, "
+            "or give each rank a port of its own"
+        )
+    return f"{what}, no more than {RANKS_MAX} are heard" if ranks > RANKS_MAX else ""
+
+
+def _places_of_all(ranks: Mapping[str, _Published], host: str) -> tuple[Place, ...] | str:
+    """Of the ranks of one engine, in their order; or why they are not known."""
+    if not all(map(_RANK.fullmatch, ranks)):
+        return "names ranks that are no numbers"
+    numbers = sorted(map(int, ranks))
+    if numbers[-1] - numbers[0] != len(numbers) - 1:
+        return "names ranks that do not follow each other"
+    places: list[Place] = []
+    for number in numbers:
+        config = ranks[str(number)]
+        port = _port_of(config.endpoint)
+        if not config.enable_kv_cache_events or config.publisher == "null" or port is None:
+            return f"names no source of rank {number} that publishes to a port of tcp"
+        places.append(Place(host, port, _port_of(config.replay_endpoint)))
+    if len({place.port for place in places}) < len(places):
+        return "names one port for several ranks"
+    return tuple(places)
 
 
 def _port_of(endpoint: str | None) -> int | None:
@@ -682,6 +840,12 @@ def _same_process(known: _Source, endpoint: Endpoint, slot: int) -> bool:
         endpoint.incarnation,
         slot,
     )
+
+
+def _name_of(source: _Source) -> str:
+    """For the log: with the rank, where there are several."""
+    several = source.first is not None or source.others
+    return f"{source.endpoint.name} rank {source.rank}" if several else source.endpoint.name
 
 
 def _spelt(place: Place | None) -> str:

@@ -8,11 +8,13 @@ import pytest
 
 from epp.configuration.build import build_settings, default_config, plugin_tables
 from epp.core.decision.inputs import PageScraped, PoolReplaced
+from epp.core.decision.profile import NamedResponder
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.exact import ExactIndexSettings
 from epp.core.knowledge.exact_parameters import KvEventsConfig, TokenProcessorConfig
 from epp.core.kv_events.stream import StreamState
 from epp.core.types import Endpoint, EndpointMetrics
+from epp.plugins.data_parallel_rank import DataParallelRank
 from epp.shell.engines.kv_events import KVEventListener
 from tests.builders import request
 
@@ -28,8 +30,12 @@ def prompt(*parts):
     return [part * 100 + at for part in parts for at in range(40)]
 
 
-def settings_of(**events):
+def settings_of(*, ranks_chosen=False, **events):
     made = build_settings(default_config(plugin_tables()))
+    if ranks_chosen:
+        chooser = NamedResponder("chooser", DataParallelRank())
+        profile = msgspec.structs.replace(made.profile, responders=(chooser,))
+        made = msgspec.structs.replace(made, profile=profile)
     exact = ExactIndexSettings(
         token_processor_config=TokenProcessorConfig(block_size_tokens=16),
         kv_events_config=KvEventsConfig(**events),
@@ -83,8 +89,11 @@ class Picker:
         for slot, _ in self.scheduler.pool.endpoints():
             self.scheduler.take(PageScraped(slot, page), time.monotonic())
 
+    def asked(self, tokens, **fields):
+        return request(token_ids=(packed(tokens),), **fields)
+
     def believed(self, tokens, slot=0, **fields):
-        asked = request(token_ids=(packed(tokens),), **fields)
+        asked = self.asked(tokens, **fields)
         known = self.scheduler.indexes[INDEX].match(asked, len(self.endpoints), time.monotonic())
         return int(known.matched[slot]) * 16
 

@@ -83,13 +83,19 @@ class KVEventPod:
             if self.away:
                 writer.close()
                 return
-            replay = f"tcp://*:{self.replay_port}" if self.replays else None
-            told = {"endpoint": f"tcp://*:{self.live_port}", "replay_endpoint": replay}
-            body = json.dumps({"0": told}).encode() if self.sources is None else self.sources
+            body = self.page() if self.sources is None else self.sources
             status = b"200 OK" if body else b"404 Not Found"
             writer.write(b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body))
             await writer.drain()
         writer.close()
+
+    def page(self, *others):
+        """Where it publishes as rank 0, and `others` as the ranks after it."""
+        told = {}
+        for rank, pod in enumerate((self, *others)):
+            replay = f"tcp://*:{pod.replay_port}" if pod.replays else None
+            told[str(rank)] = {"endpoint": f"tcp://*:{pod.live_port}", "replay_endpoint": replay}
+        return json.dumps(told).encode()
 
     async def live(self, reader, writer):
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):

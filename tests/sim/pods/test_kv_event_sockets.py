@@ -13,7 +13,7 @@ from epp.core.kv_events.zmtp import (
     read_live,
     read_replayed,
 )
-from epp.shell.engines.kv_events import Place, place_of
+from epp.shell.engines.kv_events import Place, places_of
 from sim.pods import kv_event_sockets as module
 from sim.pods.kv_event_sockets import publishing
 from sim.pods.kv_events import KVEvents, TokenChain
@@ -201,4 +201,5 @@ async def test_libzmq_hears_and_asks():
 def test_the_source_is_told_as_vllm_does():
     source = module.KVEventSource(port=5_557, replay_port=5_558, topic=TOPIC)
     page = msgspec.json.encode(source.config())
-    assert place_of(page, "10.0.0.1", 0, 1) == Place("10.0.0.1", 5_557, 5_558)
+    found = places_of(page, "10.0.0.1", 0, 1, ranks_chosen=False)
+    assert found == (Place("10.0.0.1", 5_557, 5_558),)

@@ -157,7 +157,9 @@ class Gateway:
             self._loop.after(
                 self._settings.network_delay_s, self._reschedule, request, request.route
             )
-        failure = _unfit(pod.kind, arrival)
+        decision = None if request.route is None else request.route.decision
+        rank = None if decision is None else decision.rank
+        failure = _unfit(pod.kind, arrival, rank)
         if failure is not None:
             # The server says so before it computes anything.
             self._fail(request, failure, 400)
@@ -166,7 +168,7 @@ class Gateway:
         request.hashes = None
         request.submitted_at = self._loop.now
         pod.requests[request.request_id] = request
-        pod.submit(request.engine)
+        pod.submit(request.engine, rank)
 
     def _gets_through(self, request: SimulatedRequest, pod: SimulatedPod) -> bool:
         """Only of the endpoint named first is it said in a scenario that it cannot be reached."""
@@ -264,7 +266,7 @@ def _engine_request(request: SimulatedRequest, kind: PodKind) -> EngineRequest:
     )
 
 
-def _unfit(kind: PodKind, arrival: Arrival) -> Failure | None:
+def _unfit(kind: PodKind, arrival: Arrival, rank: int | None) -> Failure | None:
     """Why a server of this kind answers 400: as `sim/pods/pods` and the engine decide it."""
     tokens = arrival.prompt_tokens + arrival.output_tokens
     if tokens > kind.profile.max_model_len_tokens:
@@ -273,4 +275,6 @@ def _unfit(kind: PodKind, arrival: Arrival) -> Failure | None:
         return Failure.KV_CACHE
     if arrival.adapter and not kind.engine.max_loras:
         return Failure.ADAPTER
+    if rank is not None and rank >= kind.ranks:
+        return Failure.RANK
     return None

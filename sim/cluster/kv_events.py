@@ -38,7 +38,7 @@ class KVEventSettings(Struct, frozen=True, kw_only=True):
 
 
 class _Source:
-    """One picker hearing one process of an engine."""
+    """One picker hearing one rank of one process of an engine."""
 
     def __init__(
         self,
@@ -49,6 +49,8 @@ class _Source:
         log: EventLog,
         random: Random,
         connects_at: Seconds,
+        *,
+        rank: int,
     ) -> None:
         self.endpoint = endpoint
         self.slot = slot
@@ -64,7 +66,7 @@ class _Source:
         self._watch_at = connects_at + WATCH_S
         self._connected = False
         self.subscription = Subscription(
-            scheduler, slot, replays=True, read=self._read, now=connects_at
+            scheduler, slot, rank=rank, replays=True, read=self._read, now=connects_at
         )
 
     def hear(self, now: Seconds) -> None:
@@ -146,11 +148,15 @@ class _Source:
             # Whoever waits for longer than engines keep frames has lost them.
             return Batch(faults=(Fault.NOT_A_BATCH,))
         changes = log.changes_of(frame, _told_block_tokens(self._scheduler))
-        return BlocksChanged(self.slot, changes, engine_block_tokens=log.block_tokens)
+        rank = self.subscription.rank
+        return BlocksChanged(self.slot, changes, engine_block_tokens=log.block_tokens, rank=rank)
 
 
 class Listener:
-    """One picker hearing all pods. `seed` decides what is lost."""
+    """One picker hearing all pods. `seed` decides what is lost.
+
+    Pods with several ranks are heard where a plugin chooses ranks, as in production.
+    """
 
     def __init__(
         self, scheduler: Scheduler, settings: KVEventSettings, *, seed: int, replica: int
@@ -159,31 +165,35 @@ class Listener:
         self._settings = settings
         self._seed = seed
         self._replica = replica
-        self._sources: dict[str, _Source] = {}
-        """By endpoint."""
+        self._sources: dict[tuple[str, int], _Source] = {}
+        """By endpoint and rank."""
         self._there = True
         """Those that come now were there before, and have been heard since they began."""
 
     @property
     def subscriptions(self) -> list[Subscription]:
-        """Of the endpoints that are heard."""
+        """Of the endpoints that are heard, one a rank."""
         return [source.subscription for source in self._sources.values()]
 
     def replace(self, pods: Sequence[SimulatedPod], now: Seconds) -> None:
         """The picker knows `pods` from now on, and nobody else, and is configured as it is."""
         before, self._sources = self._sources, {}
+        responders = self._scheduler.settings.profile.responders
+        ranks_chosen = any(one.plugin.abilities.chooses_ranks for one in responders)
         for pod in pods if self._scheduler.hearing else ():
-            endpoint, log = pod.endpoint, pod.events
+            endpoint = pod.endpoint
             slot = self._scheduler.pool.slot_of(endpoint)
-            if slot is None or log is None:
+            if slot is None or (len(pod.events) > 1 and not ranks_chosen):
                 continue
-            known = before.get(endpoint.endpoint_id)
-            if known is not None and known.log is log and known.slot == slot:
-                self._sources[endpoint.endpoint_id] = before.pop(endpoint.endpoint_id)
-                continue
-            if known is not None:
-                before.pop(endpoint.endpoint_id).close(now)
-            self._sources[endpoint.endpoint_id] = self._source(pod, endpoint, slot, log, now)
+            for rank, log in enumerate(pod.events):
+                key = endpoint.endpoint_id, rank
+                known = before.pop(key, None)
+                if known is not None and known.log is log and known.slot == slot:
+                    self._sources[key] = known
+                    continue
+                if known is not None:
+                    known.close(now)
+                self._sources[key] = self._source(pod, endpoint, slot, log, now, rank)
         for gone in before.values():
             gone.close(now)
         self._there = False
@@ -195,15 +205,25 @@ class Listener:
             source.hear(now)
 
     def _source(
-        self, pod: SimulatedPod, endpoint: Endpoint, slot: int, log: EventLog, now: Seconds
+        self,
+        pod: SimulatedPod,
+        endpoint: Endpoint,
+        slot: int,
+        log: EventLog,
+        now: Seconds,
+        rank: int,
     ) -> _Source:
         purpose = f"kv-events:{self._replica}:{pod.place}:{endpoint.incarnation}"
+        if rank:
+            purpose += f":{rank}"
         random = Random(f"{self._seed}:{purpose}")
         # A question and its answer before, who was there has been told all.
         connects_at = now + random.random() * CONNECT_PAUSE_S
         if self._there:
             connects_at = now - 2 * self._settings.delay_s
-        return _Source(self._scheduler, self._settings, endpoint, slot, log, random, connects_at)
+        return _Source(
+            self._scheduler, self._settings, endpoint, slot, log, random, connects_at, rank=rank
+        )
 
 
 def _payload(number: int) -> bytes:

@@ -128,11 +128,6 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check_pickers(self)
-        if self.kv_events is not None and any(kind.ranks > 1 for kind in self.pods):
-            raise ClusterSettingsError(
-                "--kv-events does not go with --engine ranks: what a rank holds nobody can be sent to, "
-                "for the engine's own balancer chooses the rank"
-            )
 
 
 def _check_pickers(settings: ClusterSettings) -> None:

@@ -139,8 +139,8 @@ class SimulatedPod:
     ) -> None:
         """`tells`: it publishes KV events, step by step. `stores`: what it has in common with others."""
         self.number = number
-        self.events: EventLog | None = None
-        """What the process has published that runs or ran last; None: none does."""
+        self.events: tuple[EventLog, ...] = ()
+        """What each rank has published of the process that runs or ran last; (): none does."""
         self._tells = tells
         self.name = f"pod-{number}"
         self.uid = uid
@@ -215,10 +215,13 @@ class SimulatedPod:
             return None
         return _summed(self._tier_tokens_before, self._tier_tokens())
 
-    def submit(self, request: EngineRequest) -> None:
-        """Put `request` into the engine's queue. ValueError if it can never fit."""
+    def submit(self, request: EngineRequest, rank: int | None = None) -> None:
+        """Put `request` into the engine's queue, of `rank` if that is said. ValueError if it can never fit."""
         self._catch_up()
-        self.engine.submit(request, self._loop.now)
+        if isinstance(self.engine, RankedEngine):
+            self.engine.submit(request, self._loop.now, rank)
+        else:
+            self.engine.submit(request, self._loop.now)
         self._requests += 1
         self._follow()
 
@@ -258,8 +261,8 @@ class SimulatedPod:
         self.alive = False
         self._frozen = None
         self.life += 1
-        if self.events is not None:
-            self.events.end(self._loop.now)
+        for log in self.events:
+            log.end(self._loop.now)
 
     def restart(self) -> None:
         """A new process in the same pod: same name and address, an empty cache."""
@@ -286,9 +289,9 @@ class SimulatedPod:
         )
         self.engine.slowness = self._slowness
         if self._tells:
-            self.events = EventLog(kind.engine.block_size_tokens)
-            for rank in self.ranks:
-                rank.pool.watcher = self.events
+            self.events = tuple(EventLog(kind.engine.block_size_tokens) for _ in self.ranks)
+            for rank, log in zip(self.ranks, self.events, strict=True):
+                rank.pool.watcher = log
                 rank.pass_by_pass = True
         self._show()
         self._started_at = self._loop.now
@@ -335,8 +338,10 @@ class SimulatedPod:
         self._catch_up()
         step = self.engine.end()
         self._count(step)
-        if self.events is not None:
-            self.events.end_step(self._loop.now)
+        for rank, log in zip(self.ranks, self.events, strict=False):
+            # What a rank does in a step of its own is told when that has ended.
+            if rank.ends_at is None:
+                log.end_step(self._loop.now)
         self._due = None
         if self.leaving:
             self.leaving = self.engine.leaving

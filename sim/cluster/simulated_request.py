@@ -30,6 +30,7 @@ class Failure(StrEnum):
     CONTEXT = "longer than the model's context"
     KV_CACHE = "longer than the KV cache"
     ADAPTER = "for an adapter, without adapter slots"
+    RANK = "for a data-parallel rank that the engine has not"
     POD_DIED = "the pod died"
     UNREACHABLE = "the gateway did not get through"
     NO_PICKER = "no picker was there"

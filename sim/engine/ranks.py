@@ -1,8 +1,8 @@
 """Data-parallel ranks of one server: engines behind one address, and the balancer between them.
 
-Each rank has its own queue, blocks and cache. A request goes to the rank with the least of
-4 * waiting + running, the first of several, as vLLM's own balancer places it (`DPLBAsyncMPClient`): it
-looks at no prompt. vLLM counts what it has placed at once and hears of the rest every 100 ms; here counts
+Each rank has its own queue, blocks and cache. A request goes to the rank that it names, else to that with
+the least of 4 * waiting + running, the first of several, as vLLM's own balancer places it
+(`DPLBAsyncMPClient`): it looks at no prompt. vLLM counts what it has placed at once and hears of the rest every 100 ms; here counts
 are those of now.
 
 Ranks of a dense model are alone with themselves. Where the profile has a curve of experts
@@ -82,9 +82,13 @@ class RankedEngine:
         for rank in self.ranks:
             rank.slowness = slowness
 
-    def submit(self, request: EngineRequest, now: Seconds) -> None:
-        """Queue `request` at a rank. ValueError if it can never fit; then nothing has changed."""
-        min(self.ranks, key=_load).submit(request, now)
+    def submit(self, request: EngineRequest, now: Seconds, rank: int | None = None) -> None:
+        """Queue `request` at `rank`, or where its balancer places it.
+
+        ValueError if it can never fit; then nothing has changed.
+        """
+        chosen = min(self.ranks, key=_load) if rank is None else self.ranks[rank]
+        chosen.submit(request, now)
 
     def abort(self, request_id: str) -> bool:
         """As `Engine.abort`."""

@@ -5,8 +5,6 @@ from msgspec import structs
 
 from sim.caches.names import cache_named
 from sim.cluster.check import checker
-from sim.cluster.kv_events import KVEventSettings
-from sim.cluster.settings import ClusterSettings, ClusterSettingsError
 from sim.cluster.simulated_pod import PodKind
 from sim.cluster.simulated_request import Fate
 from sim.engine.engine import Engine
@@ -105,12 +103,6 @@ def test_ranks_find_less_than_one_engine_of_the_same_pool():
         requests, _ = ran(list(arrivals(200, rate=40.0, output=(20, 60))), pods=(kind(name),))
         found.append(sum(one.engine.cached_tokens for one in requests))
     assert found[1] < found[0]
-
-
-def test_engines_cannot_tell_pickers_what_their_ranks_hold():
-    """Nobody could be sent there."""
-    with pytest.raises(ClusterSettingsError, match=r"--kv-events does not go with --engine ranks"):
-        ClusterSettings(pods=(kind("ranks"),), kv_events=KVEventSettings(delay_s=0.0))
 
 
 def test_pickers_believe_whole_prompts_to_be_computed_as_fast_as_chunks():

@@ -9,7 +9,9 @@ from sim.cluster import kv_events as module
 from sim.cluster.faults import Fault, FaultKind
 from sim.cluster.kv_events import KVEventSettings
 from sim.cluster.settings import Absence
+from sim.cluster.simulated_request import Fate
 from sim.cluster.tokenizing import TokenizeSettings
+from sim.engine.features import Ranks
 from tests.sim.made import BLOCK_TOKENS, arrival, arrivals, cluster, kind, ran
 
 EXACT = "docs/examples/exact.yaml"
@@ -185,3 +187,38 @@ def test_who_does_not_listen_is_not_told():
     _, one = ran(list(arrivals(10)), policy="round-robin", kv_events=AT_ONCE)
     assert one.pickers._listeners == [None]
     assert cluster([], policy=EXACT).pickers._listeners == [None]
+
+
+RANKS = "docs/examples/ranks.yaml"
+
+
+def ranked(pods=2, ranks=3, blocks_total=2_000):
+    made = kind(blocks_total=blocks_total)
+    return (structs.replace(made, features=(Ranks(count=ranks),)),) * pods
+
+
+def test_whoever_is_sent_to_a_rank_finds_there_what_was_predicted():
+    """Before anything is told in between; who is sent to none is placed by a balancer that sees no prompt."""
+    given = list(arrivals(300, rate=30.0, output=(20, 60)))
+    told, one = ran(given, policy=RANKS, pods=ranked(), kv_events=AT_ONCE)
+    placed = [request for request in told if request.route.decision.rank is not None]
+    assert len(placed) > 50
+    found = [request.engine.cached_tokens for request in placed]
+    assert min(found) > 0
+    short = [missed for missed in wrong(placed) if missed > 0]
+    assert len(short) < len(placed) / 20
+    assert len(subscriptions(one)) == 6
+    assert {each.state for each in subscriptions(one)} == {StreamState.LIVE}
+    blind, one = ran(given, policy=EXACT, pods=ranked(), kv_events=AT_ONCE)
+    assert sum(request.engine.cached_tokens for request in blind) < sum(
+        request.engine.cached_tokens for request in told
+    )
+    assert subscriptions(one) == [], "ranks are heard where a plugin places requests"
+
+
+def test_a_pod_that_restarts_has_forgotten_in_each_rank():
+    given = list(arrivals(200, rate=20.0))
+    faults = (Fault(kind=FaultKind.RESTART, at_s=3.0, pod=0, duration_s=1.0, factor=1.0),)
+    told, one = ran(given, policy=RANKS, pods=ranked(), kv_events=AT_ONCE, faults=faults)
+    assert {request.fate for request in told} <= {Fate.COMPLETE, Fate.FAILED}
+    assert {each.state for each in subscriptions(one)} == {StreamState.LIVE}

@@ -76,7 +76,8 @@ class FaultyPod:
 
     async def _change(self, request: web.Request) -> web.Response:
         fault = self._fault = Fault(request.match_info["name"])
-        self.pod.engine.profile = slower(self._profile, _FACTORS.get(fault, 1.0))
+        for rank in self.pod.engines.ranks:
+            rank.profile = slower(self._profile, _FACTORS.get(fault, 1.0))
         limit = FULL_REQUESTS if fault is Fault.FULL else 0
         self.pod.settings = replace(self.pod.settings, max_num_queued_reqs=limit)
         return web.Response()

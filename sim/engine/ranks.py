@@ -87,8 +87,13 @@ class RankedEngine:
 
         ValueError if it can never fit; then nothing has changed.
         """
-        chosen = min(self.ranks, key=_load) if rank is None else self.ranks[rank]
-        chosen.submit(request, now)
+        self.ranks[self.least_loaded if rank is None else rank].submit(request, now)
+
+    @property
+    def least_loaded(self) -> int:
+        """The rank where its balancer would place a request."""
+        loads = [_load(rank) for rank in self.ranks]
+        return loads.index(min(loads))
 
     def abort(self, request_id: str) -> bool:
         """As `Engine.abort`."""

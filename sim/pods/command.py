@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Final
 
+from sim.engine.features import RANKS_MAX
 from sim.engine.profiles import DEFAULT_PROFILE
 
 _PODS_MAX: Final = 1000
@@ -59,8 +60,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         nargs="?",
         const=0,
         metavar="PORT",
-        help="publish KV events, from this port on one a pod, and behind them old ones again; "
+        help="publish KV events, from this port on one a pod or rank, and behind them old ones again; "
         "free ports if none is given, which GET /kv_event_sources tells (default: no events)",
+    )
+    add(
+        "--data-parallel-size",
+        type=_between(1, RANKS_MAX),
+        default=1,
+        metavar="N",
+        help="ranks behind the address of each pod; a header X-data-parallel-rank names one",
     )
     add("--speed", type=_speed, default=1.0, metavar="X", help="time runs X times as fast")
     add("--seed", type=int, default=1, help="decides the answers")

@@ -131,7 +131,10 @@ _LATENCIES: Final = (
 class MetricsPage:
     """What one engine counts. `observe` after each step, `render` for each scrape."""
 
-    def __init__(self, *, model: str, settings: EngineSettings, max_model_len_tokens: int) -> None:
+    def __init__(
+        self, *, model: str, settings: EngineSettings, max_model_len_tokens: int, ranks: int = 1
+    ) -> None:
+        """Of several `ranks` what is counted is under the first; each has blocks of its own."""
         self.registry = CollectorRegistry()
         GCCollector(self.registry)
         PlatformCollector(self.registry)
@@ -177,7 +180,7 @@ class MetricsPage:
                 ["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
                 registry=self.registry,
             )
-        self._cache_config(settings, max_model_len_tokens)
+        self._cache_config(settings, max_model_len_tokens, ranks)
         self._rendered: bytes | None = None
         """The page since something was counted last."""
 
@@ -369,7 +372,9 @@ class MetricsPage:
         )
         gauge.labels(**self._labels, sleep_state="awake").set(1)
 
-    def _cache_config(self, settings: EngineSettings, max_model_len_tokens: int) -> None:
+    def _cache_config(
+        self, settings: EngineSettings, max_model_len_tokens: int, ranks: int
+    ) -> None:
         tokens = settings.blocks_total * settings.block_size_tokens
         labels: Mapping[str, str] = {
             "_block_size_resolved": "True",
@@ -416,7 +421,8 @@ class MetricsPage:
             list(labels),
             registry=self.registry,
         )
-        gauge.labels(**labels).set(1)
+        for rank in range(ranks):
+            gauge.labels(**{**labels, "engine": str(rank)}).set(1)
 
 
 def _token_buckets(tokens_max: int) -> tuple[int, ...]:

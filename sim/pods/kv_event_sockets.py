@@ -39,25 +39,23 @@ _HIGH_WATER_MARK: Final = 100_000
 
 
 class KVEventSource(Struct, frozen=True, kw_only=True):
-    """Where one pod publishes."""
+    """Where one rank of a pod publishes."""
 
     port: int
     replay_port: int
     topic: str
 
     def config(self) -> dict[str, Any]:
-        """What vLLM answers to `GET /kv_event_sources`: by rank."""
+        """What vLLM answers of it to `GET /kv_event_sources`, which is by rank."""
         return {
-            "0": {
-                "enable_kv_cache_events": True,
-                "publisher": "zmq",
-                "endpoint": f"tcp://*:{self.port}",
-                "replay_endpoint": f"tcp://*:{self.replay_port}",
-                "buffer_steps": FRAMES_KEPT_MAX,
-                "hwm": _HIGH_WATER_MARK,
-                "max_queue_size": _HIGH_WATER_MARK,
-                "topic": self.topic,
-            }
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{self.port}",
+            "replay_endpoint": f"tcp://*:{self.replay_port}",
+            "buffer_steps": FRAMES_KEPT_MAX,
+            "hwm": _HIGH_WATER_MARK,
+            "max_queue_size": _HIGH_WATER_MARK,
+            "topic": self.topic,
         }
 
 

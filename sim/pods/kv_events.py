@@ -18,7 +18,6 @@ FRAMES_KEPT_MAX: Final = 10_000
 """To be told again; `buffer_steps` of vLLM."""
 _DEVICE: Final = "GPU"
 _KIND: Final = "full_attention"
-_RANK: Final = 0
 
 
 class TokenChain(list[int]):
@@ -51,9 +50,12 @@ class KVEvents:
     The last are kept; `send` gets each as it leaves.
     """
 
-    def __init__(self, block_size_tokens: int, *, kept_max: int = FRAMES_KEPT_MAX) -> None:
+    def __init__(
+        self, block_size_tokens: int, *, rank: int = 0, kept_max: int = FRAMES_KEPT_MAX
+    ) -> None:
         self.send: Callable[[int, bytes], None] | None = None
         """(number, payload); None: nobody listens."""
+        self._rank = rank
         self._block_size_tokens = block_size_tokens
         self._events: list[dict[str, Any]] = []
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=kept_max)
@@ -93,7 +95,7 @@ class KVEvents:
         """A step has ended at `at_s`, since 1970: send what it did, if it did anything."""
         if not self._events:
             return
-        payload = msgspec.msgpack.encode([at_s, self._events, _RANK])
+        payload = msgspec.msgpack.encode([at_s, self._events, self._rank])
         self._events = []
         frame = (self._next, payload)
         self._next += 1

@@ -16,6 +16,7 @@ from msgspec import Struct
 from epp.core.types import Seconds
 from sim.engine.engine import Engine, EngineSettings, Step
 from sim.engine.profiles import Profile
+from sim.engine.ranks import RankedEngine
 from sim.engine.request import EngineRequest
 from sim.pods.exposition import MetricsPage
 from sim.pods.kv_events import KVEvents, TokenChain
@@ -37,6 +38,8 @@ class PodSettings(Struct, frozen=True, kw_only=True):
     """Requests inside the server, waiting or running, before it answers 503; 0: no limit."""
     kv_events: bool = False
     """Tell what is cached, and what not any more."""
+    ranks: int = 1
+    """Engines behind each address, alone with themselves."""
 
     @property
     def max_model_len_tokens(self) -> int:
@@ -76,29 +79,43 @@ class Generation:
                 sent = until
 
 
+class _Rank:
+    """One engine of a pod, in a task of its own."""
+
+    def __init__(self, settings: PodSettings, number: int) -> None:
+        self.engine = Engine(settings.engine, settings.profile)
+        self.work = asyncio.Event()
+        self.submitted_at = 0.0
+        self.kv_events: KVEvents | None = None
+        if settings.kv_events:
+            self.kv_events = KVEvents(settings.engine.block_size_tokens, rank=number)
+            self.engine.pool.watcher = self.kv_events
+
+
 class Pod:
-    """One engine with its page, in step with the clock."""
+    """Its engine, or one a rank, with their page, in step with the clock."""
 
     def __init__(self, name: str, settings: PodSettings) -> None:
         self.name = name
         self.settings = settings
-        self.engine = Engine(settings.engine, settings.profile)
-        self.kv_events: KVEvents | None = None
-        if settings.kv_events:
-            self.kv_events = KVEvents(settings.engine.block_size_tokens)
-            self.engine.pool.watcher = self.kv_events
+        self._ranks = tuple(_Rank(settings, number) for number in range(settings.ranks))
+        self.engines = RankedEngine([rank.engine for rank in self._ranks])
         self.page = MetricsPage(
             model=settings.model,
             settings=settings.engine,
             max_model_len_tokens=settings.max_model_len_tokens,
+            ranks=settings.ranks,
         )
         self.adapters: dict[str, str] = dict.fromkeys(settings.adapters, "")
         """Name -> path, in the order of loading."""
         self._generations: dict[str, Generation] = {}
-        self._work = asyncio.Event()
         self._started_at = time.monotonic()
-        self._submitted_at = 0.0
         self._requests = 0
+
+    @property
+    def kv_events(self) -> list[KVEvents]:
+        """What each rank tells; none: they tell nothing."""
+        return [rank.kv_events for rank in self._ranks if rank.kv_events is not None]
 
     def clock(self) -> Seconds:
         """Simulated seconds since the pod was made."""
@@ -109,20 +126,23 @@ class Pod:
         return time.time()
 
     async def run(self) -> None:
-        """Step the engine while there is work, for ever."""
+        """Step the engines while there is work, for ever."""
+        await asyncio.gather(*map(self._run, self._ranks))
+
+    async def _run(self, rank: _Rank) -> None:
         ended_at = 0.0
         while True:
-            await self._work.wait()
-            self._work.clear()
+            await rank.work.wait()
+            rank.work.clear()
             ended_at = max(ended_at, self.clock())
             # A step never begins before what it may admit was submitted.
-            while (step := self.engine.step(max(ended_at, self._submitted_at))) is not None:
+            while (step := rank.engine.step(max(ended_at, rank.submitted_at))) is not None:
                 ended_at = step.ends_at
                 await self._sleep_until(ended_at)
-                if self.kv_events is not None:
-                    self.kv_events.end_step(self.wall_clock())
+                if rank.kv_events is not None:
+                    rank.kv_events.end_step(self.wall_clock())
                 self._publish(step)
-            self.page.show(self.engine.snapshot(), self.wall_clock())
+            self.page.show(self.engines.snapshot(), self.wall_clock())
 
     def check_room(self) -> None:
         """ApiError 503 when the server already has as many requests as it may."""
@@ -135,6 +155,20 @@ class Pod:
                 f"{limit}; try again later.",
                 kind="ServiceUnavailableError",
             )
+
+    def rank_named(self, header: str | None) -> int | None:
+        """The rank that a request is to be served at, as vLLM reads its header; None: any.
+
+        ApiError 400 for one that the pod has not.
+        """
+        try:
+            rank = None if header is None else int(header)
+        except ValueError:
+            return None
+        ranks = self.settings.ranks
+        if rank is not None and not 0 <= rank < ranks:
+            raise ApiError(400, f"data_parallel_rank {rank} is out of range [0, {ranks}).")
+        return rank
 
     def prepare(self, body: Body, prompt: bytes) -> Generation:
         """The answer that `prompt` will get; ApiError 400 if it does not fit the context."""
@@ -167,7 +201,8 @@ class Pod:
 
     def reset_cache(self) -> None:
         """Forget all prompts; ApiError 503 while requests run."""
-        if not self.engine.pool.clear():
+        cleared = [rank.engine.pool.clear() for rank in self._ranks]
+        if not all(cleared):
             raise ApiError(
                 503,
                 "The prefix cache is in use; it can be reset when no request runs.",
@@ -187,19 +222,21 @@ class Pod:
                 del self._generations[request.request_id]
                 reason = generation.finish_reason if generation.done else "abort"
                 if not generation.done:
-                    self.engine.abort(request.request_id)
+                    self.engines.abort(request.request_id)
                 self.page.finish(request, reason, generation.tokens_max)
 
-    async def submit(self, generations: Sequence[Generation]) -> None:
-        """Into the engine's queue, after what the front end of a real server takes."""
+    async def submit(self, generations: Sequence[Generation], rank: int | None) -> None:
+        """Into the queue of `rank`, or of the least loaded, after what the front end of a real server takes."""
         arrived_at = self.clock()
         tokens = sum(generation.request.prompt_tokens for generation in generations)
         await self._sleep_until(arrived_at + self.settings.profile.frontend_delay_s(tokens))
-        self._submitted_at = self.clock()
+        now = self.clock()
         for generation in generations:
             generation.request.arrived_at = arrived_at
-            self.engine.submit(generation.request, self._submitted_at)
-        self._work.set()
+            chosen = self._ranks[self.engines.least_loaded if rank is None else rank]
+            chosen.submitted_at = now
+            chosen.engine.submit(generation.request, now)
+            chosen.work.set()
 
     def load_adapter(self, body: AdapterBody) -> str:
         """Serve `lora_name` from now on."""
@@ -219,18 +256,19 @@ class Pod:
                 kind="NotFoundError",
             )
         del self.adapters[body.lora_name]
-        self.engine.forget_adapter(body.lora_name)
+        for rank in self._ranks:
+            rank.engine.forget_adapter(body.lora_name)
         return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
     def _chain(self, tokens: bytes, adapter: str, cache_salt: str) -> list[int]:
         size = self.settings.engine.block_size_tokens
-        if self.kv_events is None:
+        if not self.settings.kv_events:
             seed = chain_seed(adapter, cache_salt)
             return hash_chain(tokens, block_size_tokens=size, seed=seed)
         return TokenChain(tokens, block_size_tokens=size, adapter=adapter, cache_salt=cache_salt)
 
     def _publish(self, step: Step) -> None:
-        self.page.observe(step, self.engine.snapshot(), self.wall_clock())
+        self.page.observe(step, self.engines.snapshot(), self.wall_clock())
         for request in step.outputs:
             generation = self._generations.get(request.request_id)
             if generation is not None:

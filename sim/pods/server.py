@@ -42,6 +42,7 @@ _VLLM_VERSION: Final = "0.32.0"
 _STOP_S: Final = 0.5
 """How long open answers may take to notice that the server stops."""
 _PORT_MAX: Final = 65535
+_RANK_HEADER: Final = "X-data-parallel-rank"
 
 log = structlog.get_logger("sim")
 
@@ -49,10 +50,10 @@ log = structlog.get_logger("sim")
 class PodServer:
     """The HTTP side of one pod."""
 
-    def __init__(self, pod: Pod, source: KVEventSource | None = None) -> None:
-        """`source`: where it publishes its KV events."""
+    def __init__(self, pod: Pod, sources: Sequence[KVEventSource] = ()) -> None:
+        """`sources`: where it publishes its KV events, by rank."""
         self.pod = pod
-        self._source = source
+        self._sources = sources
         self._created = int(pod.wall_clock())
 
     def application(self) -> web.Application:
@@ -77,7 +78,7 @@ class PodServer:
                 web.get("/version", self.version),
             ]
         )
-        if self._source is not None:
+        if self._sources:
             application.router.add_get("/kv_event_sources", self.kv_event_sources)
         return application
 
@@ -113,8 +114,8 @@ class PodServer:
         return web.Response()
 
     async def kv_event_sources(self, request: web.Request) -> web.Response:
-        assert self._source is not None, "only who publishes has this route"
-        return _json(self._source.config())
+        sources = enumerate(self._sources)
+        return _json({str(rank): source.config() for rank, source in sources})
 
     async def models(self, request: web.Request) -> web.Response:
         pod = self.pod
@@ -191,6 +192,7 @@ class PodServer:
         pod = self.pod
         body = await self._read(request, kind)
         pod.check_room()
+        rank = pod.rank_named(request.headers.get(_RANK_HEADER))
         generations = [pod.prepare(body, prompt) for prompt in body.prompts()]
         if not generations:
             raise ApiError(400, "`prompt` is empty; expected at least one prompt.", param="prompt")
@@ -202,9 +204,9 @@ class PodServer:
             answer_id=("chatcmpl-" if chat else "cmpl-") + generations[0].request.request_id,
         )
         if body.stream:
-            return await self._stream(request, body, generations, dialect)
+            return await self._stream(request, body, generations, dialect, rank)
         with pod.following(generations):
-            await pod.submit(generations)
+            await pod.submit(generations, rank)
             answers = [
                 ("".join([part async for part in generation.parts()]), generation.finish_reason)
                 for generation in generations
@@ -217,6 +219,7 @@ class PodServer:
         body: Body,
         generations: Sequence[Generation],
         dialect: Dialect,
+        rank: int | None,
     ) -> web.StreamResponse:
         """Server-sent events, one prompt after the other.
 
@@ -226,7 +229,7 @@ class PodServer:
         # A client that leaves while we write is no error; `following` aborts its request.
         with contextlib.suppress(ConnectionResetError), self.pod.following(generations):
             await response.prepare(request)
-            await self.pod.submit(generations)
+            await self.pod.submit(generations, rank)
             for index, generation in enumerate(generations):
                 await _write_parts(response, dialect, index, generation)
             if body.stream_options is not None and body.stream_options.include_usage:
@@ -329,7 +332,8 @@ async def serve(
 ) -> None:
     """Serve one pod a socket until SIGINT or SIGTERM; `ready` is called once all listen.
 
-    `event_sockets`: where they publish KV events, in their order, then where each tells old ones again.
+    `event_sockets`: where their ranks publish KV events, in their order, then where each tells old ones
+    again.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -340,14 +344,14 @@ async def serve(
         addresses = []
         for place, (pod, listener) in enumerate(zip(pods, sockets, strict=True)):
             address = _address(pod.name, listener)
-            source = None
-            if pod.kv_events is not None:
-                live, replay = event_sockets[place], event_sockets[len(pods) + place]
-                topic = f"kv@{address.address}:{address.port}@{settings.model}"
-                source = await open_servers.enter_async_context(
-                    publishing(pod.kv_events, live, replay, topic)
-                )
-            await open_servers.enter_async_context(serving(PodServer(pod, source), listener, tasks))
+            topic = f"kv@{address.address}:{address.port}@{settings.model}"
+            sources = []
+            for rank, events in enumerate(pod.kv_events, place * settings.ranks):
+                live, replay = event_sockets[rank], event_sockets[len(event_sockets) // 2 + rank]
+                publisher = publishing(events, live, replay, topic)
+                sources.append(await open_servers.enter_async_context(publisher))
+            server = PodServer(pod, sources)
+            await open_servers.enter_async_context(serving(server, listener, tasks))
             addresses.append(address)
         ready(addresses)
         log.info("pods are listening", pods=len(pods), first=addresses[0].url)

@@ -38,7 +38,14 @@ def run(options: argparse.Namespace) -> int:
         seed=options.seed,
         max_num_queued_reqs=options.max_num_queued_reqs,
         kv_events=options.kv_events is not None,
+        ranks=options.data_parallel_size,
     )
+    if settings.ranks > 1 and profile.expert_s:
+        return failed(
+            f"--data-parallel-size does not go with {options.profile}: ranks that share layers of "
+            "experts are not served.",
+            code=2,
+        )
     if settings.model in settings.adapters:
         return failed(f"--lora {settings.model} is the name of the model.", code=2)
     if settings.adapters and not options.max_loras:
@@ -55,7 +62,8 @@ def run(options: argparse.Namespace) -> int:
         sockets = listen(options.host, options.port, options.pods)
         events = []
         if options.kv_events is not None:
-            events = listen(options.host, options.kv_events, 2 * options.pods)
+            ranks = options.pods * options.data_parallel_size
+            events = listen(options.host, options.kv_events, 2 * ranks)
         asyncio.run(serve(settings, sockets, ready, events))
     except* OSError as problems:
         code = failed(str(problems.exceptions[0]), code=1)

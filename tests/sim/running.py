@@ -20,16 +20,17 @@ MODEL = "base-model"
 class Running:
     """A pod behind a loopback server, and a client for it."""
 
-    def __init__(self, pod, server, client, source=None):
+    def __init__(self, pod, server, client, sources=()):
         self.pod = pod
         self.server = server
         self.client = client
-        self.source = source
+        self.sources = sources
 
     @property
     def ports(self):
         """Where it serves, publishes KV events and tells old ones again."""
-        return self.server.port, self.source.port, self.source.replay_port
+        source = self.sources[0]
+        return self.server.port, source.port, source.replay_port
 
     @property
     def port(self):
@@ -43,8 +44,11 @@ class Running:
         async with self.client.post(self.url(path), json=body) as response:
             return response.status, await response.json()
 
-    async def completion(self, **body):
-        status, answer = await self.post("/v1/completions", {"model": MODEL, **body})
+    async def completion(self, headers=None, **body):
+        asked = {"model": MODEL, **body}
+        url = self.url("/v1/completions")
+        async with self.client.post(url, json=asked, headers=headers) as response:
+            status, answer = response.status, await response.json()
         assert status == 200, answer
         return answer
 
@@ -68,7 +72,7 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def running_pod(
-    *, speed=200.0, max_num_queued_reqs=0, kv_events=False, ports=(0, 0, 0), **engine
+    *, speed=200.0, max_num_queued_reqs=0, kv_events=False, ports=(0, 0, 0), ranks=1, **engine
 ):
     """`ports`: where it serves, publishes KV events and tells old ones again; 0: a free one."""
     settings = PodSettings(
@@ -79,20 +83,21 @@ async def running_pod(
         speed=speed,
         max_num_queued_reqs=max_num_queued_reqs,
         kv_events=kv_events,
+        ranks=ranks,
     )
     pod = Pod("pod-0", settings)
     port, *event_ports = ports
     stack = contextlib.AsyncExitStack()
-    source = None
-    if pod.kv_events is not None:
+    sources = []
+    for events in pod.kv_events:
         live, replay = (listen("127.0.0.1", wanted, 1)[0] for wanted in event_ports)
-        source = await stack.enter_async_context(publishing(pod.kv_events, live, replay, "kv@"))
-    server = TestServer(PodServer(pod, source).application(), port=port)
+        sources.append(await stack.enter_async_context(publishing(events, live, replay, "kv@")))
+    server = TestServer(PodServer(pod, sources).application(), port=port)
     pump = asyncio.create_task(pod.run())
     await server.start_server()
     try:
         async with stack, ClientSession() as client:
-            yield Running(pod, server, client, source)
+            yield Running(pod, server, client, sources)
     finally:
         pump.cancel()
         await asyncio.gather(pump, return_exceptions=True)

@@ -7,11 +7,12 @@ import msgspec
 import pytest
 
 from epp.configuration.build import build_settings, default_config, plugin_tables
-from epp.core.decision.inputs import PageScraped, PoolReplaced
+from epp.core.decision.inputs import PageScraped, PoolReplaced, RequestEnded
 from epp.core.decision.profile import NamedResponder
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.exact import ExactIndexSettings
 from epp.core.knowledge.exact_parameters import KvEventsConfig, TokenProcessorConfig
+from epp.core.knowledge.inflight import Outcome
 from epp.core.kv_events.stream import StreamState
 from epp.core.types import Endpoint, EndpointMetrics
 from epp.plugins.data_parallel_rank import DataParallelRank
@@ -91,6 +92,10 @@ class Picker:
 
     def asked(self, tokens, **fields):
         return request(token_ids=(packed(tokens),), **fields)
+
+    def ended(self, decision):
+        """The request of `decision` was served."""
+        self.scheduler.take(RequestEnded(decision.lease, Outcome()), time.monotonic())
 
     def believed(self, tokens, slot=0, **fields):
         asked = self.asked(tokens, **fields)

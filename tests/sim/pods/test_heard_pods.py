@@ -40,7 +40,7 @@ async def served(pod, prompt):
 
 async def told_all(picker, pod, process=1.0):
     """The picker, which scrapes meanwhile, has taken note of every frame that `pod` has published."""
-    published = pod.pod.kv_events.kept_from(0)[-1][0]
+    published = pod.pod.kv_events[0].kept_from(0)[-1][0]
 
     def heard():
         picker.scrape(process)

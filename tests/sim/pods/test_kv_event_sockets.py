@@ -200,6 +200,6 @@ async def test_libzmq_hears_and_asks():
 
 def test_the_source_is_told_as_vllm_does():
     source = module.KVEventSource(port=5_557, replay_port=5_558, topic=TOPIC)
-    page = msgspec.json.encode(source.config())
+    page = msgspec.json.encode({"0": source.config()})
     found = places_of(page, "10.0.0.1", 0, 1, ranks_chosen=False)
     assert found == (Place("10.0.0.1", 5_557, 5_558),)

@@ -158,7 +158,7 @@ async def test_the_headers_of_a_stream_come_before_its_first_token():
         body = {"model": MODEL, "prompt": "x" * 100_000, "max_tokens": 1, "stream": True}
         async with pod.client.post(pod.url("/v1/completions"), json=body) as response:
             assert response.status == 200
-            assert pod.pod.engine.snapshot().running == 0
+            assert pod.pod.engines.ranks[0].snapshot().running == 0
             assert await pod.metric(of_model("generation_tokens_total")) == 0
             assert b"[DONE]" in await response.read()
 
@@ -202,7 +202,7 @@ async def test_a_bad_request_gets_an_error_object(body, status, says):
         assert re.search(says, answer["error"]["message"])
         assert answer["error"]["code"] == status
         assert set(answer["error"]) == {"message", "type", "param", "code"}
-        assert pod.pod.engine.step(0.0) is None
+        assert pod.pod.engines.ranks[0].step(0.0) is None
 
 
 async def test_bytes_that_are_no_json_get_an_error_object():
@@ -220,9 +220,9 @@ async def test_a_client_that_leaves_frees_its_blocks():
         body = {"model": MODEL, "prompt": "x" * 4000, "max_tokens": 5000, "ignore_eos": True}
         response = await pod.client.post(pod.url("/v1/completions"), json={**body, "stream": True})
         assert await response.content.readline()
-        assert pod.pod.engine.pool.blocks_used > 0
+        assert pod.pod.engines.ranks[0].pool.blocks_used > 0
         response.close()
-        await until(lambda: pod.pod.engine.pool.blocks_used == 0)
+        await until(lambda: pod.pod.engines.ranks[0].pool.blocks_used == 0)
         aborted = of_model("request_success_total", 'finished_reason="abort",')
         assert await pod.metric(aborted) == 1
 
@@ -301,7 +301,7 @@ async def test_many_clients_are_served_at_once():
             *(pod.completion(prompt=f"{index} " * 200, max_tokens=20) for index in range(20))
         )
         assert len({answer["id"] for answer in answers}) == 20
-        await until(lambda: pod.pod.engine.pool.blocks_used == 0)
+        await until(lambda: pod.pod.engines.ranks[0].pool.blocks_used == 0)
         for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             assert await pod.metric(of_model(gauge)) == 0
 

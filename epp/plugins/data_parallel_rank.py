@@ -12,7 +12,6 @@ from msgspec import Meta
 from epp.plugins.contract import Abilities, Parameters
 
 RANK_HEADER: Final = "x-data-parallel-rank"
-_LEAST_TIMES: Final = 2
 
 
 class DataParallelRank(Parameters, frozen=True):
@@ -23,9 +22,9 @@ class DataParallelRank(Parameters, frozen=True):
     tokens more than every other. Where several hold as much, or nobody holds any, the engine's own
     balancer chooses. What a client says there is removed.
 
-    A hot prompt does not drown its rank: no rank is named that then had more than `maxRequestsAhead`
-    requests, beside twice as many as the rank with fewest, that this picker placed and that run still.
-    Whoever else gets them learns the prompt, and soon several ranks hold it.
+    A hot prompt does not drown its rank: of the requests that this picker placed and that run still, no
+    rank gets more than `maxRequestsAhead` more than the rank with fewest. Whoever else gets them learns
+    the prompt, and soon several ranks hold it.
 
     With fallback endpoints a rank is named that each of them has: an engine refuses a request for a rank
     that it has not.
@@ -40,8 +39,9 @@ class DataParallelRank(Parameters, frozen=True):
 
     min_cached_token_delta: Annotated[int, Meta(ge=1)] = 1
     """Tokens, below which the least loaded rank is better than the one that holds most."""
-    max_requests_ahead: Annotated[int, Meta(ge=1)] = 4
-    """How many requests more than twice those of the idlest rank may run at one."""
+    max_requests_ahead: Annotated[int, Meta(ge=1)] = 3
+    """How many more may be placed at one rank than at another. More finds more of prompts in caches, and
+    has answers of a crowded rank come more slowly."""
 
     @property
     def producer(self) -> str | None:
@@ -52,6 +52,4 @@ class DataParallelRank(Parameters, frozen=True):
         if first - second < self.min_cached_token_delta:
             return None
         rank = held_tokens.index(first)
-        if sent[rank] >= self.max_requests_ahead + _LEAST_TIMES * min(sent):
-            return None
-        return rank
+        return rank if sent[rank] - min(sent) < self.max_requests_ahead else None

@@ -31,7 +31,7 @@ import math
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -192,6 +192,8 @@ class ExactIndex:
         """Tier -> key -> who holds it, a bit a place."""
         self._slots: list[_Slot] = []
         self._places: list[_Place | None] = []
+        self._slot_of: list[int] = []
+        """By the number of a place; -1 where it is forgotten."""
         self._forgotten: list[_Place] = []
         self._counted = 0
         """The bits of the places whose streams count."""
@@ -400,6 +402,10 @@ class ExactIndex:
         """Leading full blocks that each rank in `slot` said that it holds, summed over the prompts."""
         ranks = self.ranks_at(slot)
         held = np.zeros(ranks, dtype=np.int64)
+        known = self._slots[slot].ranks if slot < len(self._slots) else ()
+        places = [rank.place for rank in known if rank.place is not None]
+        alive = self._counted & sum(place.bit for place in places)
+        rank_of = {place.number: place.rank for place in places}
         for number, chain in enumerate(self._chains(request)):
             blocks = len(chain) // HASH_BYTES
             tokens = self._tokens_of(request, number, blocks)
@@ -407,7 +413,7 @@ class ExactIndex:
             if usable:
                 keys = array("Q", chain).tolist()[:usable]
                 depths = np.zeros(ranks, dtype=np.int64)
-                self._add_told(depths, request, number, keys, tokens, rank_of_slot=slot)
+                self._add_told(depths, request, number, keys, tokens, alive, rank_of)
                 held += depths
         found: list[int] = held.tolist()
         return found
@@ -419,7 +425,7 @@ class ExactIndex:
         place, known.place = known.place, None
         if place is None:
             return
-        place.slot = -1
+        place.slot = self._slot_of[place.number] = -1
         self._forgotten.append(place)
         if len(place.mirror) <= SWEPT_AT_ONCE_MAX or len(self._forgotten) > self._ranks:
             self._sweep(place, len(place.mirror))
@@ -581,7 +587,7 @@ class ExactIndex:
         if self._settings.speculative_indexing and self._recent.entries:
             known = self._recent.match(self._as_recent((chain,)), slots, now)
             np.minimum(known.matched, usable, out=depths)
-        self._add_told(depths, request, number, keys, tokens)
+        self._add_told(depths, request, number, keys, tokens, self._counted, self._slot_of)
         return depths
 
     def _add_told(
@@ -591,19 +597,18 @@ class ExactIndex:
         number: int,
         keys: list[int],
         tokens: int,
-        *,
-        rank_of_slot: int = -1,
+        alive: int,
+        at_of: Sequence[int] | Mapping[int, int],
     ) -> None:
-        """Raise `depths`, by slot, to what is told of `keys`; by rank, where one slot alone is asked of."""
-        by_rank = rank_of_slot >= 0
-        found, lost = self._walk(keys, self._bits_of(rank_of_slot) if by_rank else self._counted)
+        """Raise `depths` to what the places of the bits `alive` told of `keys`.
+
+        `at_of`: by the number of a place, where in `depths` it counts.
+        """
+        found, lost = self._walk(keys, alive)
         steps: Sequence[int] = ()
         for place_number, blocks in found.items():
-            place = self._places[place_number]
-            if place is None:
-                continue
-            at = place.rank if by_rank else place.slot
-            if not 0 <= at < len(depths):
+            place, at = self._places[place_number], at_of[place_number]
+            if place is None or not 0 <= at < len(depths):
                 continue
             mirror = place.mirror
             depth = blocks
@@ -616,11 +621,6 @@ class ExactIndex:
                 depth = whole // self.block_tokens
             weighed = int(depth - lost.get(place_number, 0.0))
             depths[at] = max(depths.item(at), weighed)
-
-    def _bits_of(self, slot: int) -> int:
-        """Of the ranks in `slot` whose streams count."""
-        places = [rank.place for rank in self._slots[slot].ranks] if slot < len(self._slots) else []
-        return self._counted & sum(place.bit for place in places if place is not None)
 
     def _add_host_blocks(self, host: Floats, keys: list[int]) -> None:
         """Add to each slot how many of `keys`, from the first on, are in the memory of its host."""
@@ -814,6 +814,8 @@ class ExactIndex:
         )
         if number == len(self._places):
             self._places.append(None)
+            self._slot_of.append(slot)
+        self._slot_of[number] = slot
         mirror = Mirror(self.block_tokens, rows_max=0)
         mirror.counting = known.counting
         place = known.place = self._places[number] = _Place(number, slot, rank, mirror)

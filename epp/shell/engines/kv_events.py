@@ -454,7 +454,10 @@ class KVEventListener:
             return
 
         async def ask() -> None:
-            await self._find(source)
+            while True:
+                if await self._find(source):
+                    return
+                await asyncio.sleep(self._jittered(BACKOFF_S_MAX))
 
         source.asking = self._group.create_task(
             ask(), name=f"KV event sources {source.endpoint.name}"

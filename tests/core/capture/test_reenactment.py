@@ -278,7 +278,9 @@ def test_what_engines_said_is_done_again():
     live = Live(engines_tell(document()))
     live.begin(3)
     for slot in range(3):
-        live.scheduler.take(StreamChanged(slot, StreamState.LIVE, complete=True), live.now)
+        for rank in range(slot + 1):
+            told = StreamChanged(slot, StreamState.LIVE, complete=True, rank=rank)
+            live.scheduler.take(told, live.now)
     matched = 0
     for number in range(80):
         live.now += 0.1
@@ -288,14 +290,16 @@ def test_what_engines_said_is_done_again():
         matched += decision.leg.matched_blocks
         hashes = [1_000 * number + at for at in range(5)]
         stored = Stored(hashes=hashes, tokens=ids[: 5 * 64 * 4], block_tokens=64)
-        live.scheduler.take(EventsHeard(number % 3, (stored,)), live.now)
+        slot = number % 3
+        live.scheduler.take(EventsHeard(slot, (stored,), number % (slot + 1)), live.now)
         if number % 5 == 4:
             gone = Removed([1_000 * (number - 3) + 4, 1_000 * (number - 3) + 3])
-            live.scheduler.take(EventsHeard((number - 3) % 3, (gone,)), live.now)
+            slot = (number - 3) % 3
+            live.scheduler.take(EventsHeard(slot, (gone,), (number - 3) % (slot + 1)), live.now)
         if number % 20 == 19:
-            live.scheduler.take(EventsHeard(1, (Cleared(),)), live.now)
+            live.scheduler.take(EventsHeard(1, (Cleared(),), rank=1), live.now)
         if number % 30 == 29:
-            live.scheduler.take(EventsVoided(2), live.now)
+            live.scheduler.take(EventsVoided(2, rank=2), live.now)
     assert matched > 50
     events, lines = read(live.transcript)
     result = done_again(events, lines).result

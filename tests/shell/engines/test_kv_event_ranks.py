@@ -10,6 +10,7 @@ from epp.core.knowledge.exact_parameters import PodDiscoveryConfig
 from epp.core.knowledge.index import RANKS_MAX
 from epp.core.kv_events.stream import StreamState
 from epp.shell.engines import kv_events
+from epp.shell.engines.kv_event_server import Turned
 from epp.shell.engines.kv_events import Place, places_of
 from tests.shell.engines.kv_event_picker import INDEX, Picker, eventually, prompt, settings_of
 from tests.shell.engines.kv_event_pod import KVEventPod
@@ -144,6 +145,21 @@ async def test_two_pickers_hear_all_ranks():
         ranks[1].serve(prompt(1))
         for picker in (first, second):
             await eventually(lambda picker=picker: held(picker, prompt(1)) == [0, 32])
+
+
+async def test_who_connects_besides_speaks_for_none_of_the_ranks():
+    """It does not say which it is."""
+    central = {"zmq_endpoint": "tcp://127.0.0.1:0"}
+    async with server(2) as ranks, Picker(ranks[0], ranks_chosen=True, **central) as picker:
+        await eventually(lambda: picker.live and all(rank.subscribers for rank in ranks))
+        listening = picker.listener.server
+        await eventually(lambda: listening.port)
+        async with KVEventPod() as other:
+            await other.connect(listening.port)
+            other.serve(prompt(1))
+            await eventually(lambda: listening.turned[Turned.TAKEN] == 1)
+        assert picker.believed(prompt(1)) == 0
+        assert picker.live
 
 
 def rank(port, host="*", **fields):

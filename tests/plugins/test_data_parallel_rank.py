@@ -26,6 +26,8 @@ from epp.core.prompt.token_ids import packed
 from epp.plugins.data_parallel_rank import RANK_HEADER, DataParallelRank
 from tests import gateway as gw
 from tests.builders import endpoint, request
+from tests.shell.gateway.test_ext_proc import serving
+from tests.transports import TRANSPORTS
 
 IDS = packed(range(1_000))
 
@@ -167,6 +169,20 @@ def test_two_pickers_name_the_same_rank():
     assert [decide(made).rank for made in (first, second)] == [2, 2]
 
 
+BODY = b'{"model": "m", "prompt": [%s]}' % b", ".join(b"%d" % at for at in range(1_000))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_each_transport_carries_it(transport):
+    async with serving(transport) as rig:
+        rig.scheduler = scheduler(4)
+        store(rig.scheduler, 0, 3)
+        fields = gw.COMPLETIONS | {RANK_HEADER: "0"}
+        messages = gw.request_headers(fields), gw.request_body(BODY)
+        head, _ = await rig.call().exchange(*messages, answers=2)
+        assert gw.set_headers(head)[RANK_HEADER] == "3"
+
+
 @pytest.mark.parametrize("held_rank", [None, 2])
 def test_what_a_client_says_there_never_reaches_an_engine(held_rank):
     """It is overwritten, or removed where the engine is to choose."""
@@ -174,8 +190,7 @@ def test_what_a_client_says_there_never_reaches_an_engine(held_rank):
     if held_rank is not None:
         store(made, 0, held_rank)
     fields = gw.COMPLETIONS | {RANK_HEADER: "1"}
-    body = b'{"model": "m", "prompt": [%s]}' % b", ".join(b"%d" % at for at in range(1_000))
-    head, *_ = gw.Stream(made).send(gw.request_headers(fields), gw.request_body(body))
+    head, *_ = gw.Stream(made).send(gw.request_headers(fields), gw.request_body(BODY))
     if held_rank is None:
         assert gw.removed_headers(head) == {RANK_HEADER}
     else:

@@ -481,6 +481,9 @@ class KVEventListener:
         try:
             page = await client.fetch(ASK_S_MAX)
         except BadResponseError:
+            if source.others:
+                # It has answered before: something else answers for it while it starts.
+                return False
             # An engine before vLLM 0.31, or another one.
             self._settle(source, self._places_from(source, DEFAULT_PORT), "")
             return True

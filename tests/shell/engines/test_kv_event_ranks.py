@@ -85,6 +85,20 @@ async def test_an_engine_that_restarts_with_fewer_ranks_loses_those_that_are_gon
         await eventually(lambda: picker.believed(prompt(2)) == 32)
 
 
+async def test_ranks_are_not_given_up_because_something_else_answers():
+    """As a proxy does while its engine starts; asked again, it tells of one rank."""
+    async with server(2) as ranks, Picker(ranks[0], ranks_chosen=True) as picker:
+        await eventually(lambda: picker.live and all(rank.subscribers for rank in ranks))
+        picker.scrape(process=1.0)
+        ranks[0].sources = b""
+        asked = ranks[0].asked
+        picker.scrape(process=2.0)
+        await eventually(lambda: ranks[0].asked >= asked + 2)
+        assert picker.scheduler.indexes[INDEX].ranks_at(0) == 2
+        ranks[0].sources = None
+        await eventually(lambda: picker.scheduler.indexes[INDEX].ranks_at(0) == 1)
+
+
 async def test_ranks_that_are_gone_are_found_out_where_nothing_else_tells():
     """No scrape shows that the engine restarted."""
     async with server(2) as ranks, Picker(ranks[0], ranks_chosen=True) as picker:

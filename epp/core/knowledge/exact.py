@@ -151,6 +151,12 @@ class _Rank:
         self.counting = True
 
     @property
+    def is_gone(self) -> bool:
+        """Nothing is heard of it, and nothing known."""
+        silent = self.place is None or not len(self.place.mirror)
+        return self.state is StreamState.NONE and silent
+
+    @property
     def told_all(self) -> bool:
         """All that it holds is known."""
         place = self.place
@@ -262,6 +268,8 @@ class ExactIndex:
             matched += self._matched(request, number, chain, usable, tokens, slots, now)
             if host is not None:
                 self._add_host_blocks(host, array("Q", chain).tolist()[:usable])
+        if len(chains) > 1:
+            self._limit_to_one_rank(matched, request, chains, now)
         if host is not None:
             columns[HOST_BLOCKS] = host
         if total:
@@ -389,7 +397,7 @@ class ExactIndex:
         if known.place is None and state in _COUNTS:
             self._new_place(slot, rank)
         ranks = self._slots[slot].ranks
-        while len(ranks) > 1 and ranks[-1].state is StreamState.NONE:
+        while len(ranks) > 1 and ranks[-1].is_gone:
             self.silence(slot, rank=len(ranks) - 1)
             ranks.pop()
         self._count_places()
@@ -589,6 +597,21 @@ class ExactIndex:
             np.minimum(known.matched, usable, out=depths)
         self._add_told(depths, request, number, keys, tokens, self._counted, self._slot_of)
         return depths
+
+    def _limit_to_one_rank(
+        self, matched: Ints, request: InferenceRequest, chains: tuple[bytes, ...], now: Seconds
+    ) -> None:
+        """All prompts of a request are served at one rank: no endpoint holds more of them than that one."""
+        slots = len(matched)
+        ranked = [at for at, one in enumerate(self._slots[:slots]) if len(one.ranks) > 1]
+        if not ranked:
+            return
+        decided = np.zeros(slots, dtype=np.int64)
+        if self._settings.speculative_indexing and self._recent.entries:
+            decided = self._recent.match(self._as_recent(chains), slots, now).matched
+        for slot in ranked:
+            told = max(self.held_by_ranks(request, slot, now))
+            matched[slot] = min(matched.item(slot), max(decided.item(slot), told))
 
     def _add_told(
         self,

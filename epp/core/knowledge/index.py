@@ -157,7 +157,8 @@ class HearsEngines(AffinityIndex, Protocol):
     def set_stream(self, slot: int, state: StreamState, *, complete: bool, rank: int) -> None:
         """How much what it says of `rank` counts; `complete`: it told all that it holds there.
 
-        A rank after the first is there from its first state on until it is told to have no stream.
+        A rank after the first is there from what is first told of it until it has no stream, and is
+        silenced.
         """
         ...
 

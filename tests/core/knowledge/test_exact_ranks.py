@@ -47,6 +47,18 @@ def test_an_endpoint_holds_what_the_best_of_its_ranks_holds():
     assert by_rank(index, TOKENS[:512]) == [2, 0, 2]
 
 
+def test_several_prompts_are_served_at_one_rank():
+    """What another holds of another prompt is not found there."""
+    index = ranked()
+    index.hear(1, [run(TOKENS[:256])], 0.0, rank=0)
+    index.hear(1, [run(TOKENS[512:640], first=900)], 0.0, rank=2)
+    both = asked(TOKENS[:300], TOKENS[512:800])
+    assert list(index.held_by_ranks(both, 1, 0.0)) == [4, 0, 2]
+    assert held(index, both) == [0, 4, 0]
+    index.record(both, 1, 0.0)
+    assert held(index, both) == [0, 8, 0]
+
+
 def test_all_is_known_once_each_rank_told_all():
     """One that is connecting, stale or late in coming leaves decisions to answer beside it."""
     index = ranked()

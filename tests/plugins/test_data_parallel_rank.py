@@ -11,6 +11,7 @@ from epp.configuration.build import build_settings, plugin_tables
 from epp.configuration.config import ConfigError, load_config
 from epp.configuration.describing import diff_configs
 from epp.configuration.explaining import explain
+from epp.core.decision.explaining import REASON_HEADER, explained, explaining_headers
 from epp.core.decision.inputs import (
     EventsHeard,
     PoolReplaced,
@@ -125,6 +126,19 @@ def test_the_rank_of_the_endpoint_that_was_picked_is_named():
     assert decide(made).endpoint == endpoint(0)
     assert decide(made).request_headers() == {}
     assert not list(made.failures)
+
+
+def test_the_rank_is_told_with_the_decision():
+    """To the client that asks why."""
+    made = scheduler(4)
+    store(made, 0, 3)
+    decision = decide(made)
+    told = explaining_headers(explained(decision.leg, {}), made.failures)
+    assert told[REASON_HEADER].endswith("8 of 15 blocks, rank 3")
+    made = scheduler(4)
+    decision = decide(made)
+    told = explaining_headers(explained(decision.leg, {}), made.failures)
+    assert "rank" not in told[REASON_HEADER]
 
 
 def test_what_was_sent_counts_until_it_ends():

@@ -110,6 +110,8 @@ class Leg(Ranking, frozen=True, kw_only=True, dict=True):
     """Leading full blocks of the prompt that `endpoint` is believed to hold."""
     total_blocks: int
     block_tokens: int
+    rank: int | None = None
+    """Of `endpoint`, that was told to serve; None: its engine chooses, or has no others."""
 
     @property
     def request(self) -> InferenceRequest:

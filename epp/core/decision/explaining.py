@@ -49,6 +49,8 @@ def explaining_headers(noted: Explained, failures: PluginFailures) -> dict[str, 
     if len(told) != 1 or len(leg.scorers) != 1:
         told = [*_scores(noted), *told]
     told.append(f"{leg.matched_blocks} of {leg.total_blocks} blocks")
+    if leg.rank is not None:
+        told.append(f"rank {leg.rank}")
     return {
         ENDPOINT_HEADER: _as_header(leg.endpoint.name),
         REASON_HEADER: _as_header(", ".join(told)),

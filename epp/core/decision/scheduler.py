@@ -100,8 +100,6 @@ class Decision(Struct, frozen=True, kw_only=True):
     """All that were ready, before filters; None: nobody asks."""
     rank_chooser: RankChooser | None = None
     """What would say which rank of the endpoint serves; None: nothing does."""
-    rank: int | None = None
-    """What it said."""
 
     @property
     def number(self) -> int:
@@ -126,6 +124,11 @@ class Decision(Struct, frozen=True, kw_only=True):
         """Tokens of the prompt that the endpoint is believed to have held where the request is now."""
         lease = self.lease
         return predicted_tokens(lease.matched_blocks, self.leg.block_tokens, lease.prompt_tokens)
+
+    @property
+    def rank(self) -> int | None:
+        """Of the endpoint, that is told to serve; None: its engine chooses."""
+        return self.account.legs[0].rank
 
     @property
     def marks_requests(self) -> bool:
@@ -826,6 +829,7 @@ class Scheduler:
             matched_blocks=matched,
             total_blocks=total,
             block_tokens=self.settings.block_tokens,
+            rank=rank,
         )
         account = Account(number=self.decisions, request=kept, legs=(leg,), shadow=verdict)
         return Decision(
@@ -834,7 +838,6 @@ class Scheduler:
             request_markers=self._request_markers,
             offered=offered.candidates,
             rank_chooser=self._rank_chooser,
-            rank=rank,
         )
 
     def _rank_of(

@@ -95,6 +95,7 @@ class DecisionLog:
             "prompt_tokens": account.request.prompt_tokens,
             "matched_blocks": leg.matched_blocks,
             "total_blocks": leg.total_blocks,
+            **({} if leg.rank is None else {"rank": leg.rank}),
             "ready": leg.ready,
             "eliminated": leg.eliminated,
             "candidates": len(leg.candidates),

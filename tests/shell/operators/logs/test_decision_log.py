@@ -58,6 +58,14 @@ def test_every_decision_is_one_line_at_debug(log):
     assert [row["total"] for row in line["scores"]] == sorted(
         (row["total"] for row in line["scores"]), reverse=True
     )
+    assert "rank" not in line
+
+
+def test_the_rank_that_was_named_is_told(log):
+    decisions, lines = log("debug")
+    decisions.decided(with_leg(make_decision(), rank=0))
+    (line,) = lines()
+    assert line["rank"] == 0
 
 
 def test_info_samples_by_decision_number(log):

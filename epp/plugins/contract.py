@@ -8,6 +8,7 @@ from epp.core.abilities import Abilities, Origin
 from epp.core.decision.plugin import (
     Filter,
     GoesBySessions,
+    HoldsRequests,
     MarksRequests,
     MarksResponses,
     Picker,
@@ -74,6 +75,7 @@ __all__ = [
     "GoesBySessions",
     "Hashes",
     "HeldBlocks",
+    "HoldsRequests",
     "IndexMeasures",
     "InferenceRequest",
     "Ints",

@@ -25,6 +25,7 @@ from epp.core.decision.failures import (
 from epp.core.decision.kept_scores import KeptScores
 from epp.core.decision.plugin import (
     Filter,
+    HoldsRequests,
     MarksRequests,
     MarksResponses,
     Picker,
@@ -231,6 +232,31 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         return tuple(
             cast("TellsCost", one) if one.abilities.tells_cost else None for one in plugins
         )
+
+    @cached_property
+    def holders(self) -> tuple[tuple[str, HoldsRequests], ...]:
+        """The filters that have requests wait, with their names."""
+        return tuple(
+            (named.name, cast("HoldsRequests", named.plugin))
+            for named in self.filters
+            if named.plugin.abilities.holds_requests
+        )
+
+    def holds(
+        self, request: InferenceRequest, candidates: Candidates, failures: PluginFailures
+    ) -> bool:
+        """Whether any filter has `request` wait; one that fails does not."""
+        for name, plugin in self.holders:
+            try:
+                found: object = plugin.holds(request, candidates)
+            except BaseException as error:  # noqa: BLE001  the boundary of a plugin
+                failures.raised(name, "holds", error)
+                continue
+            if type(found) is not bool:
+                failures.returned(name, "holds", f"{type(found).__name__}, expected bool")
+            elif found:
+                return True
+        return False
 
     def filter(
         self, request: InferenceRequest, candidates: Candidates, failures: PluginFailures

@@ -252,7 +252,8 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
             except BaseException as error:  # noqa: BLE001  the boundary of a plugin
                 failures.raised(name, "holds", error)
                 continue
-            if type(found) is not bool:
+            # What numpy compares to is as good.
+            if not isinstance(found, bool | np.bool_):
                 failures.returned(name, "holds", f"{type(found).__name__}, expected bool")
             elif found:
                 return True

@@ -214,6 +214,8 @@ class Holds(Parameters, frozen=True):
         ([], False),
         ([("all", KeepAt(slots=(0, 1)))], False),
         ([("line", Holds())], True),
+        ([("line", Holds(found=np.True_))], True),
+        ([("line", Holds(found=np.False_))], False),
         ([("open", Holds(found=False)), ("line", Holds())], True),
     ],
 )
@@ -224,7 +226,7 @@ def test_any_filter_may_hold_a_request(filters, held):
     assert list(failures) == []
 
 
-@pytest.mark.parametrize("found", [None, 1, np.True_])
+@pytest.mark.parametrize("found", [None, 1, np.ones(2, dtype=np.bool_)])
 def test_a_filter_that_fails_holds_nobody(found):
     """It is counted by its name; the next is asked."""
     failures = PluginFailures()

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from epp.core.expectation import misfit
-from sim.engine.speculation import ACCEPTANCE_TEXT, DRAFT_S, Speculation, acceptance_of
+from sim.engine.speculation import ACCEPTANCE_TEXT, DRAFT_S, Speculation, speculation_of
 
 RANKS_MAX: Final = 64
 
@@ -29,9 +29,10 @@ class Speculative(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     type_name: ClassVar[str] = "speculative"
 
-    acceptance: Annotated[str, Meta(pattern=ACCEPTANCE_TEXT, max_length=200)]
+    acceptance: Annotated[str, Meta(pattern=ACCEPTANCE_TEXT, max_length=1_000)]
     """Of each drafted token the share of the passes that accept it and all before it, as
-    `0.7/0.45/0.3`: what vLLM counts by position."""
+    `0.7/0.45/0.3`: what vLLM counts by position. At lengths of context where it depends on them, as
+    `1024:0.7/0.45/0.3+32768:0.5/0.25/0.1`."""
     draft_s: Annotated[float, Meta(ge=0.0, le=10.0)] = DRAFT_S
     """For each drafted token of a pass, whoever decodes."""
 
@@ -40,7 +41,7 @@ class Speculative(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     def speculation(self) -> Speculation:
         """The same for the engine."""
-        return Speculation(acceptance=acceptance_of(self.acceptance), draft_s=self.draft_s)
+        return speculation_of(self.acceptance, self.draft_s)
 
 
 class Ranks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

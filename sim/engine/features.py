@@ -2,6 +2,7 @@
 tell them. What each was checked against is in `sim/measurement/evidence.py`.
 """
 
+import argparse
 from collections.abc import Iterable, Mapping
 from typing import Annotated, ClassVar, Final, TypeAlias
 
@@ -9,7 +10,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 from epp.core.expectation import misfit
+from sim.engine.engine import Engine, EngineSettings
+from sim.engine.profiles import Profile
+from sim.engine.prompt_cache import PromptCache
 from sim.engine.speculation import ACCEPTANCE_TEXT, DRAFT_S, Speculation, speculation_of
+from sim.engine.speculative_engine import SpeculativeEngine
 
 RANKS_MAX: Final = 64
 
@@ -102,3 +107,46 @@ def feature_spelt(feature: Feature) -> str:
         if value != defaults[name]
     ]
     return feature.type_name + (f":{','.join(told)}" if told else "")
+
+
+def batched_tokens(features: Iterable[Feature], profile: Profile) -> int:
+    """`--max-num-batched-tokens` of an engine that is told none."""
+    if WholePrompts() in features:
+        # As vLLM does, or a prompt as long as the model allows would never fit.
+        return max(profile.max_num_batched_tokens, profile.max_model_len_tokens)
+    return profile.max_num_batched_tokens
+
+
+def open_engine(
+    features: Iterable[Feature],
+    settings: EngineSettings,
+    profile: Profile,
+    cache: PromptCache | None = None,
+) -> Engine:
+    """An engine with nothing in it, one rank where there are several."""
+    for feature in features:
+        if isinstance(feature, Speculative):
+            return SpeculativeEngine(settings, profile, feature.speculation(), cache)
+    return Engine(settings, profile, cache)
+
+
+def add_feature_flag(
+    parser: argparse.ArgumentParser, names: Iterable[str] = tuple(FEATURES)
+) -> None:
+    """`--engine`, of `names`: the texts, for `features_named` when all are there."""
+    parser.add_argument(
+        "--engine",
+        type=_spelt_right,
+        action="append",
+        default=[],
+        metavar="FEATURE[:PARAMETER=VALUE,...]",
+        help=f"what engines are started with besides: {', '.join(names)}; may be repeated",
+    )
+
+
+def _spelt_right(text: str) -> str:
+    try:
+        feature_named(text)
+    except FeatureError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from problem
+    return text

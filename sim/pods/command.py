@@ -9,8 +9,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Final
 
+from sim.engine.features import FEATURES, Ranks, add_feature_flag
 from sim.engine.profiles import DEFAULT_PROFILE
 
+SERVED: Final = tuple(name for name in FEATURES if name != Ranks.type_name)
+"""Features of engines: a pod has one."""
 _PODS_MAX: Final = 1000
 
 
@@ -40,6 +43,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="model and GPU: a built-in profile, FILE.toml or FILE.toml:NAME",
     )
     add("--model", metavar="NAME", help="served model name (default: the profile's)")
+    add_feature_flag(parser, SERVED)
     add("--lora", action="append", default=[], metavar="NAME", help="an adapter; repeatable")
     add("--max-loras", type=_between(0, 10_000), default=4, metavar="N", help="adapter slots")
     add("--blocks", type=_between(2, 10_000_000), metavar="N", help="KV blocks (default: profile)")

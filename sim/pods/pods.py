@@ -14,7 +14,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from msgspec import Struct
 
 from epp.core.types import Seconds
-from sim.engine.engine import Engine, EngineSettings, Step
+from sim.engine.engine import EngineSettings, Step
+from sim.engine.features import Feature, open_engine
 from sim.engine.profiles import Profile
 from sim.engine.request import EngineRequest
 from sim.pods.exposition import MetricsPage
@@ -28,6 +29,8 @@ class PodSettings(Struct, frozen=True, kw_only=True):
 
     profile: Profile
     engine: EngineSettings
+    features: tuple[Feature, ...] = ()
+    """With which the engine was started: `engine` has what follows from them. No ranks."""
     model: str
     adapters: tuple[str, ...] = ()
     speed: float = 1.0
@@ -40,8 +43,8 @@ class PodSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def max_model_len_tokens(self) -> int:
-        """The model's context, or less if the cache could not hold one such request."""
-        return min(self.profile.max_model_len_tokens, self.engine.kv_tokens)
+        """The model's context, or less if the engine could not compute one such request."""
+        return min(self.profile.max_model_len_tokens, self.engine.request_tokens_max)
 
 
 class Generation:
@@ -82,7 +85,7 @@ class Pod:
     def __init__(self, name: str, settings: PodSettings) -> None:
         self.name = name
         self.settings = settings
-        self.engine = Engine(settings.engine, settings.profile)
+        self.engine = open_engine(settings.features, settings.engine, settings.profile)
         self.kv_events: KVEvents | None = None
         if settings.kv_events:
             self.kv_events = KVEvents(settings.engine.block_size_tokens)
@@ -234,7 +237,7 @@ class Pod:
         for request in step.outputs:
             generation = self._generations.get(request.request_id)
             if generation is not None:
-                generation.produced += 1
+                generation.produced = request.generated_tokens
                 generation.progress.set()
 
     async def _sleep_until(self, at: Seconds) -> None:

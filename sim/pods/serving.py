@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import structlog
 
 from sim.engine.engine import EngineSettings
+from sim.engine.features import Ranks, WholePrompts, batched_tokens, features_named
 from sim.engine.profiles import find_profile
 from sim.pods.pods import PodSettings
 from sim.pods.server import PodAddress, listen, serve, write_endpoints
@@ -20,18 +21,24 @@ def run(options: argparse.Namespace) -> int:
     _configure_logs(options.log_format)
     try:
         profile = find_profile(options.profile)
+        features = features_named(options.engine)
         engine = EngineSettings(
             blocks_total=options.blocks or profile.kv_tokens // options.block_size + 1,
             block_size_tokens=options.block_size,
             max_num_seqs=options.max_num_seqs or profile.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens or profile.max_num_batched_tokens,
+            max_num_batched_tokens=options.max_num_batched_tokens
+            or batched_tokens(features, profile),
             max_loras=options.max_loras,
+            chunked_prefill=WholePrompts() not in features,
         )
     except ValueError as problem:
         return failed(str(problem), code=2)
+    if any(isinstance(feature, Ranks) for feature in features):
+        return failed("--engine ranks is not served; expected one engine a pod.", code=2)
     settings = PodSettings(
         profile=profile,
         engine=engine,
+        features=features,
         model=options.model or profile.model,
         adapters=tuple(dict.fromkeys(options.lora)),
         speed=options.speed,

@@ -46,6 +46,9 @@ RATE_PER_S: Final = 28.0
 DURATION_S: Final = 30.0
 WARM_UP_S: Final = 8.0
 PEER_DELAY_S: Final = 0.005
+LEARNING_DURATION_S: Final = 200.0
+LEARNING_WARM_UP_S: Final = 80.0
+"""Where belief is corrected, once a window of at least 20 s: three windows before, six of figures."""
 
 
 class Arm(Struct, frozen=True, kw_only=True):
@@ -62,11 +65,16 @@ class Arm(Struct, frozen=True, kw_only=True):
 
 
 APPROXIMATE: Final = Arm(name="approximate", config=DEFAULT_CONFIG)
+CORRECTED: Final = Arm(
+    name="corrected", config=(FOLDER / "examples" / "corrected.yaml").read_text(encoding="utf-8")
+)
 EXACT: Final = Arm(
     name="exact", config=(FOLDER / "examples" / "exact.yaml").read_text(encoding="utf-8"), told=True
 )
 ARMS: Final = (APPROXIMATE, EXACT)
 """The first is what the others are compared with."""
+LEARNING_ARMS: Final = (APPROXIMATE, CORRECTED, EXACT)
+"""Where there is time to learn."""
 
 
 class Condition(Struct, frozen=True, kw_only=True):
@@ -82,6 +90,10 @@ class Condition(Struct, frozen=True, kw_only=True):
     delay_s: float = 0.01
     loss: float = 0.0
     """Both of KV events."""
+    told_times: float = 1.0
+    """So many times the cache that they have pods tell of."""
+    duration_s: float = DURATION_S
+    warm_up_s: float = WARM_UP_S
 
     def of(self, arm: Arm) -> "Condition":
         """All that `arm` can know of."""
@@ -100,7 +112,7 @@ class Condition(Struct, frozen=True, kw_only=True):
                 output=around(100),
                 skew=0.6,
             ),
-            load=OpenLoad(stages=(Stage(rate_per_s=RATE_PER_S, duration_s=DURATION_S),)),
+            load=OpenLoad(stages=(Stage(rate_per_s=RATE_PER_S, duration_s=self.duration_s),)),
             adapters=Adapters(weights=names),
         )
 
@@ -108,7 +120,8 @@ class Condition(Struct, frozen=True, kw_only=True):
         """Its pods and pickers."""
         kind = PodKind.of(find_profile(DEFAULT_PROFILE), max_loras=self.adapters)
         blocks = CACHE_TOKENS // kind.engine.block_size_tokens + 1
-        kind = replace(kind, engine=replace(kind.engine, blocks_total=blocks))
+        engine = replace(kind.engine, blocks_total=blocks)
+        kind = replace(kind, engine=engine, advertised_blocks=round(self.told_times * blocks))
         return ClusterSettings(
             pods=(kind,) * PODS,
             replicas=self.pickers,
@@ -187,6 +200,25 @@ ADAPTERS: Final[Mapping[str, Condition]] = {
     "the model alone": ALONE,
     "16 adapters": replace(ALONE, adapters=16),
 }
+_TIMES: Final = "\N{MULTIPLICATION SIGN}"
+_LEARNING: Final = Condition(
+    peers=False, duration_s=LEARNING_DURATION_S, warm_up_s=LEARNING_WARM_UP_S
+)
+LEARNT: Final[Mapping[str, Condition]] = {
+    f"0.5 {_TIMES} | what they have | 1 |": replace(_LEARNING, pressure=0.5, pickers=1),
+    f"1.2 {_TIMES} | what they have | 1 |": replace(_LEARNING, pickers=1),
+    f"2 {_TIMES} | what they have | 1 |": replace(_LEARNING, pressure=2.0, pickers=1),
+    f"1.2 {_TIMES} | twice as much | 1 |": replace(_LEARNING, told_times=2.0, pickers=1),
+    f"1.2 {_TIMES} | half as much | 1 |": replace(_LEARNING, told_times=0.5, pickers=1),
+    f"1.2 {_TIMES} | what they have | 4 | share": replace(_LEARNING, peers=True),
+    f"1.2 {_TIMES} | twice as much | 4 | share": replace(_LEARNING, peers=True, told_times=2.0),
+    f"1.2 {_TIMES} | what they have | 4 | do not share": _LEARNING,
+    f"1.2 {_TIMES} | what they have | 8 | do not share": replace(_LEARNING, pickers=8),
+    f"1.2 {_TIMES}, of 16 adapters | what they have | 4 | do not share": replace(
+        _LEARNING, adapters=16
+    ),
+}
+"""Row -> condition: how full caches are, what pods tell of them, and how many pickers there are."""
 DELAYS: Final[Mapping[str, Condition]] = {
     **{
         f"{_delay}, nothing is lost": replace(ALONE, delay_s=delay_s)
@@ -204,6 +236,7 @@ def cells() -> list[tuple[Arm, Condition]]:
     wanted = [(EXACT, condition) for condition in DELAYS.values()]
     for conditions in (ADAPTERS, KNOWN):
         wanted += [(arm, one.of(arm)) for one, arm in product(conditions.values(), ARMS)]
+    wanted += [(arm, one.of(arm)) for one, arm in product(LEARNT.values(), LEARNING_ARMS)]
     return [*dict.fromkeys(wanted)]
 
 
@@ -225,7 +258,7 @@ def measure(
                     policy=arm.policy,
                     cluster=condition.cluster(arm),
                     seed=seed,
-                    warm_up_s=WARM_UP_S,
+                    warm_up_s=condition.warm_up_s,
                 )
             )
         found: dict[int, Figures] = {}
@@ -265,12 +298,18 @@ def _figures(result: Result) -> Figures:
 def known_table(measured: Measured) -> str:
     """How full caches are, and how many pickers decide."""
     head = ["all prefixes, of all caches", "pickers", "they"]
-    return _compared(measured, head, KNOWN)
+    return _compared(measured, head, KNOWN, ARMS)
 
 
 def adapter_table(measured: Measured) -> str:
     """The same prefixes, each of one of several adapters."""
-    return _compared(measured, ["requests are for"], ADAPTERS)
+    return _compared(measured, ["requests are for"], ADAPTERS, ARMS)
+
+
+def learnt_table(measured: Measured) -> str:
+    """What belief gains that learns from what engines count, beside what is told."""
+    head = ["all prefixes, of all caches", "pods tell of", "pickers", "they"]
+    return _compared(measured, head, LEARNT, LEARNING_ARMS)
 
 
 def delay_table(measured: Measured) -> str:
@@ -290,21 +329,26 @@ def _told(runs: Sequence[Figures]) -> list[str]:
     ]
 
 
-def _compared(measured: Measured, names: Sequence[str], conditions: Mapping[str, Condition]) -> str:
+def _compared(
+    measured: Measured,
+    names: Sequence[str],
+    conditions: Mapping[str, Condition],
+    arms: Sequence[Arm],
+) -> str:
     """Of every arm hits, TTFT and how wrong it was; of all but the first how many more hits."""
-    reference, *others = ARMS
-    head = [*names, *(f"hits, {arm.name}" for arm in ARMS)]
+    reference, *others = arms
+    head = [*names, *(f"hits, {arm.name}" for arm in arms)]
     head += [f"{arm.name}: points more" for arm in others]
-    head += [f"TTFT mean, {arm.name}" for arm in ARMS]
-    head += [f"wrong by tokens, {arm.name}" for arm in ARMS]
+    head += [f"TTFT mean, {arm.name}" for arm in arms]
+    head += [f"wrong by tokens, {arm.name}" for arm in arms]
     rows = [head]
     for name, condition in conditions.items():
-        runs = {arm: measured.of(arm, condition) for arm in ARMS}
+        runs = {arm: measured.of(arm, condition) for arm in arms}
         row = [part.strip() for part in name.split("|")]
-        row += [share(_mean(runs[arm], "hit_rate")) for arm in ARMS]
+        row += [share(_mean(runs[arm], "hit_rate")) for arm in arms]
         row += [_more(runs[reference], runs[arm]) for arm in others]
-        row += [seconds(_mean(runs[arm], "ttft_mean_s")) for arm in ARMS]
-        row += [_tokens(_mean(runs[arm], "off_tokens")) for arm in ARMS]
+        row += [seconds(_mean(runs[arm], "ttft_mean_s")) for arm in arms]
+        row += [_tokens(_mean(runs[arm], "off_tokens")) for arm in arms]
         rows.append(row)
     return markdown_table(rows)
 

@@ -175,6 +175,7 @@ def refreshed(page: str) -> str:
         "cache-disk": caches.mlx_table,
         "exact-known": lambda: exact.known_table(exact.read()),
         "exact-adapters": lambda: exact.adapter_table(exact.read()),
+        "exact-learnt": lambda: exact.learnt_table(exact.read()),
         "exact-delays": lambda: exact.delay_table(exact.read()),
         "board-short": lambda: leaderboard.short_ranking(leaderboard.read().small),
         "board-ranking": lambda: leaderboard.ranking(leaderboard.read().small),

@@ -3,7 +3,20 @@
 import pytest
 
 from docs import exact
-from docs.exact import APPROXIMATE, EXACT, Condition, Figures, cells, hits_more, measure, read
+from docs.exact import (
+    APPROXIMATE,
+    EXACT,
+    LEARNING_ARMS,
+    Condition,
+    Figures,
+    cells,
+    hits_more,
+    measure,
+    read,
+)
+from epp.configuration.build import build_settings, plugin_tables
+from epp.configuration.config import load_config
+from epp.core.knowledge.hit_accuracy import WINDOW_S_MIN
 
 
 def figures(hit_rate, **others):
@@ -44,11 +57,9 @@ def test_differences_are_of_the_same_traffic():
     assert found.low == pytest.approx(0.05)
 
 
-def test_a_measurement_has_every_arm_and_seed(monkeypatch):
+def test_a_measurement_has_every_arm_and_seed():
     """Short: who is told of each hit is less wrong than who is not."""
-    monkeypatch.setattr(exact, "DURATION_S", 12.0)
-    monkeypatch.setattr(exact, "WARM_UP_S", 2.0)
-    condition = Condition(pickers=2, peers=False, delay_s=0.0)
+    condition = Condition(pickers=2, peers=False, delay_s=0.0, duration_s=12.0, warm_up_s=2.0)
     wanted = [(arm, condition.of(arm)) for arm in exact.ARMS]
     measured = exact.Measured(under=exact.under(), cells=[*measure(wanted, [1, 2])])
     for arm in exact.ARMS:
@@ -58,6 +69,32 @@ def test_a_measurement_has_every_arm_and_seed(monkeypatch):
         assert runs[0] != runs[1]
     off = [sum(run.off_tokens for run in measured.of(arm, condition)) for arm in exact.ARMS]
     assert off[1] < off[0]
+
+
+def test_corrections_are_measured_over_several_windows():
+    """Else the arm that learns is the one that does not."""
+    for condition in exact.LEARNT.values():
+        assert condition.warm_up_s >= 2 * WINDOW_S_MIN
+        assert condition.duration_s - condition.warm_up_s >= 5 * WINDOW_S_MIN
+
+
+def test_pods_may_tell_of_another_cache_than_they_have():
+    """Of which engines know nothing."""
+    plain, told = (Condition(told_times=times).cluster(APPROXIMATE).pods[0] for times in (1.0, 2.0))
+    assert told.advertised_blocks == 2 * plain.advertised_blocks
+    assert told.engine == plain.engine
+
+
+def test_the_arms_differ_in_what_corrects_alone():
+    """So that what one gains is what corrections gain."""
+    configured = [load_config(arm.config, arm.name, plugin_tables()) for arm in LEARNING_ARMS[:2]]
+    settings = [build_settings(one) for one in configured]
+    assert [index.correct_by_engine for one in settings for index in one.indexes.values()] == [
+        False,
+        True,
+    ]
+    assert settings[0].indexes.keys() == settings[1].indexes.keys()
+    assert settings[0].profile.plugin_names == settings[1].profile.plugin_names
 
 
 def test_what_was_not_measured_is_named():

@@ -373,6 +373,7 @@ RIVALS: Final = frozenset(
         "data-parallel-load-scorer",
         "decayed-misses-scorer",
         "dynamo-cost-scorer",
+        "dynamo-queue-filter",
         "dynamo-two-tier-scorer",
         "early-blocks-hash-scorer",
         "explore-exploit-scorer",

@@ -109,6 +109,7 @@ def failing_plugins(settings: SchedulerSettings) -> list[FailingPlugin]:
                 continue
             for filtered in alone:
                 filtered.filter(asked, decision.leg.candidates, of_filters)
+                filtered.holds(asked, decision.leg.candidates, of_filters)
             served = decision.endpoint
             decision.request_headers()
             for marker in filter_markers:

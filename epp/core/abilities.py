@@ -36,6 +36,8 @@ class Abilities(Struct, frozen=True, kw_only=True):
     """It has `producer_parameters`, those of the index, should it have to be made."""
     sheds_load: bool = False
     """When this filter leaves nobody the client is told 429, come back; without it 503."""
+    holds_requests: bool = False
+    """This filter is a `HoldsRequests`."""
     goes_by_sessions: bool = False
     """It is a `GoesBySessions`."""
     reads_session_tokens: bool = False

@@ -2,11 +2,15 @@
 
 Sources: ai-dynamo/dynamo 1.6, `lib/kv-router` and `lib/router-plugins`.
 
-Left out: its queue. While every worker has more than `router_queue_threshold` (16) times its
-`max_num_batched_tokens` (8,192) uncached tokens to prefill, Dynamo keeps requests in the router, first
-come first served, and chooses when a worker falls below. Here a plugin chooses at once: a queue would
-need requests that wait for load to fall before they are matched. And its filter by adapter, over a
-table of which worker is to have which that the frontend keeps.
+Its queue is `dynamo-queue`: while every worker has more than `router_queue_threshold` (16) times its
+`max_num_batched_tokens` (8,192) uncached tokens to prefill, requests wait in the router, first come
+first served, and who comes while any waits waits too. They are matched when they are let go. Left out
+of it: priorities, other orders (last come first served, shortest prefill first), classes with queues and
+limits of their own, and workers that differ in `max_num_batched_tokens`. It is off in Dynamo unless asked
+for, and so in the other strategies.
+
+Left out of all: its filter by adapter, over a table of which worker is to have which that the frontend
+keeps.
 """
 
 import math
@@ -18,6 +22,7 @@ from msgspec import Meta
 
 from epp.plugins.contract import (
     Abilities,
+    Bools,
     Candidates,
     Floats,
     InferenceRequest,
@@ -121,6 +126,30 @@ class TwoTier(Parameters, frozen=True):
         return scores_of_cost(requests)
 
 
+class Queue(Parameters, frozen=True):
+    """Requests wait while every endpoint has more than t * b tokens to prefill. It drops nobody.
+
+    t: `queue_threshold`; b: `max_num_batched_tokens`, of every engine. Strict.
+    """
+
+    type_name: ClassVar[str] = "dynamo-queue-filter"
+    abilities: ClassVar[Abilities] = Abilities(
+        reads=("inflight_prefill_tokens",),
+        holds_requests=True,
+        differs="requests wait in the simulator alone, `epp serve` places them as they come",
+    )
+
+    queue_threshold: Annotated[float, Meta(ge=0)] = 16.0
+    max_num_batched_tokens: Annotated[int, Meta(ge=1)] = 8_192
+
+    def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
+        return np.ones(len(candidates), dtype=np.bool_)
+
+    def holds(self, request: InferenceRequest, candidates: Candidates, /) -> bool:
+        busy_above = self.queue_threshold * self.max_num_batched_tokens
+        return float(candidates.inflight_prefill_tokens.min()) > busy_above
+
+
 class Softmax(Parameters, frozen=True):
     """Drawn with weights exp(score / t), scores stretched to [0, 1]; t = 0: any of the highest.
 
@@ -156,6 +185,7 @@ class Softmax(Parameters, frozen=True):
 
 
 INDEXES: Final = (BlockLoadSettings,)
+FILTERS: Final = (Queue,)
 SCORERS: Final = (DynamoCost, TwoTier)
 PICKERS: Final = (Softmax,)
 
@@ -167,9 +197,8 @@ STRATEGIES: Final = (
             "120 s where they were sent."
         ),
         omissions=(
-            "engines' events; its queue (a request waits in the router while every worker has "
-            "over 16 x 8,192 tokens to prefill); blocks that answers will need; its filter by "
-            "adapter; tokens held until the first chunk: here pages and time release them"
+            "engines' events; its queue, which `dynamo-queue` has; blocks that answers will need; its "
+            "filter by adapter; tokens held until the first chunk: here pages and time release them"
         ),
         config=config_of(
             producer(_INDEX, ttl=_TTL),
@@ -192,6 +221,24 @@ STRATEGIES: Final = (
         ),
     ),
     Strategy(
+        name="dynamo-queue",
+        idea=(
+            "NVIDIA Dynamo with its queue, at 16 times 8,192 tokens, and tokens held until a first "
+            "token is seen or counted."
+        ),
+        omissions=(
+            "as `dynamo-first-token`, but for the queue; of that priorities, other orders than first "
+            "come first served, classes and limits; the line is the simulator's"
+        ),
+        config=config_of(
+            producer(_INDEX, ttl=_TTL),
+            _UNTIL_FIRST_TOKEN,
+            step(Queue.type_name),
+            step(DynamoCost.type_name),
+            picker=step(Softmax.type_name),
+        ),
+    ),
+    Strategy(
         name="dynamo-temperature",
         idea="NVIDIA Dynamo with temperature 0.5: its cost, drawn by softmax.",
         omissions="as `dynamo`",
@@ -207,10 +254,7 @@ STRATEGIES: Final = (
             "NVIDIA Dynamo's two tiers: the load if it is uneven by 32, else who holds most of the "
             "prompt, else the load."
         ),
-        omissions=(
-            "engines' events; its queue (a request waits in the router while every worker has "
-            "over 16 x 8,192 tokens to prefill); its filter by adapter"
-        ),
+        omissions=("engines' events; its queue, as `dynamo-queue` has it; its filter by adapter"),
         config=config_of(
             producer(_APPROXIMATE, ttl=_TTL),
             step(TwoTier.type_name),

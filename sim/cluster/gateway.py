@@ -99,18 +99,38 @@ class Gateway:
             request.wait = self._resolver.begin(parsed, b"", partial(self._resolved, request))
             if request.wait is not None:
                 return
-        self._place(request, parsed)
+        self._hold(request, parsed)
 
     def _resolved(self, request: SimulatedRequest, resolution: Resolution) -> None:
         """What `request` waited for is there."""
-        if request.wait is None:
+        if not self._waited(request):
             return
+        if isinstance(resolution, Refusal):
+            self._place(request, resolution)
+        else:
+            self._hold(request, resolution)
+
+    def _hold(self, request: SimulatedRequest, parsed: InferenceRequest) -> None:
+        """Place `request` now, or when its picker lets it go."""
+        request.wait = self._pickers.hold(request, parsed, partial(self._let_go, request))
+        if request.wait is None:
+            self._place(request, parsed)
+
+    def _let_go(self, request: SimulatedRequest, resolution: Resolution) -> None:
+        """Its picker holds `request` no longer."""
+        if self._waited(request):
+            self._place(request, resolution)
+
+    def _waited(self, request: SimulatedRequest) -> bool:
+        """End the wait of `request`; False: nobody asks any more, or there is nobody to place it."""
+        if request.wait is None:
+            return False
         request.wait = None
         if not self._pickers.assigner.is_there(request.replica):
             # Its stream ended with the picker.
             self._fail(request, Failure.NO_PICKER, NO_PICKER_STATUS)
-            return
-        self._place(request, resolution)
+            return False
+        return True
 
     def _place(self, request: SimulatedRequest, resolution: Resolution) -> None:
         """Ask for the endpoint of `request`, and send it there."""

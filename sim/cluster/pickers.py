@@ -4,14 +4,21 @@ They see pods only as production does: announced by discovery some time after th
 through pages scraped one by one, with the interval and jitter of `epp/shell/engines/scrape`. A dead
 pod refuses connections, and is asked as often as one that lives. They see each other's decisions
 only as far as they tell each other (`sim/cluster/peering`).
+
+Where plugins hold requests, each picker has a line of its own for them (`core/protocol/waiting_line`).
+It lets requests go when an answer begins or ends that it knows of, when the pool changes, and while
+anybody waits as often as it scrapes.
 """
 
 from collections.abc import Callable
+from functools import partial
 from random import Random
 
 from epp.core.knowledge.inflight import Outcome
 from epp.core.knowledge.pool import UPSTREAM_FAILURES
-from epp.core.protocol.waiting import Resolution
+from epp.core.prompt.request import InferenceRequest
+from epp.core.protocol.waiting import Resolution, Resume, Wait
+from epp.core.protocol.waiting_line import WaitingLine
 from epp.core.types import Endpoint, Refusal
 from sim.cluster.assignment import Assigner
 from sim.cluster.kv_events import Listener
@@ -43,6 +50,9 @@ class Pickers:
         self._open_policy = open_policy
         self._seed = seed
         self.policies = [self._open(at) for at in range(settings.replicas)]
+        self._lines = [self._line(replica) for replica in range(settings.replicas)]
+        self._looking = [False] * settings.replicas
+        """Whether a line is looked at again without anything having happened."""
         self.assigner = Assigner(settings.assignment, settings.replicas, seed)
         """Knows who is there."""
         self.peering = Peering(loop, settings.peers, replicas=settings.replicas, seed=seed)
@@ -62,6 +72,19 @@ class Pickers:
 
     # What is asked of them.
 
+    def hold(
+        self, request: SimulatedRequest, parsed: InferenceRequest, resume: Resume
+    ) -> Wait | None:
+        """Have `request` wait at its picker if that holds it. A `Resolver.begin`."""
+        replica = request.replica
+        assert replica is not None
+        self.read_pages(replica)
+        wait = self._lines[replica].begin(parsed, b"", resume)
+        if wait is not None and not self._looking[replica]:
+            self._looking[replica] = True
+            self._loop.after(self._settings.refresh_interval_s, self._look, replica)
+        return wait
+
     def route(self, request: SimulatedRequest, resolution: Resolution) -> Route | Refusal:
         """Have its picker decide on `request`, unless it is refused already."""
         replica, now = request.replica, self._loop.now
@@ -77,6 +100,7 @@ class Pickers:
         policy, route, replica = _routed(request)
         policy.first_output(route, self._loop.now)
         self.peering.touched(replica)
+        self._lines[replica].admit()
 
     def reschedule(self, request: SimulatedRequest, served: Endpoint) -> None:
         """The head of the response tells the picker of `request` that `served` has sent it."""
@@ -92,6 +116,7 @@ class Pickers:
             self.read_pages(replica)
         policy.complete(route, outcome, self._loop.now)
         self.peering.touched(replica)
+        self._lines[replica].admit()
 
     def configure(self, source: PolicySource) -> None:
         """All, and those that start from now on, decide by `source`, which is no baseline."""
@@ -102,6 +127,7 @@ class Pickers:
             self.read_pages(replica)
             policy.configure(settings, self._loop.now)
             self._listen(replica)
+            self._lines[replica].admit()
 
     def tick(self) -> None:
         """About once a second."""
@@ -122,6 +148,7 @@ class Pickers:
         for replica, policy in enumerate(self.policies):
             policy.replace(endpoints, self._loop.now)
             self._listen(replica)
+            self._lines[replica].admit()
             if policy.settings is None:
                 # A plain proxy scrapes nobody.
                 continue
@@ -182,6 +209,21 @@ class Pickers:
             ],
         )
 
+    def _line(self, replica: int) -> WaitingLine:
+        return WaitingLine(partial(self._holds, replica))
+
+    def _holds(self, replica: int, request: InferenceRequest) -> bool:
+        return self.policies[replica].holds(request, self._loop.now)
+
+    def _look(self, replica: int) -> None:
+        """Let go whom pages and time have made room for, and look again while anybody waits."""
+        line = self._lines[replica]
+        self._looking[replica] = bool(line)
+        if line:
+            self.read_pages(replica)
+            line.admit()
+            self._loop.after(self._settings.refresh_interval_s, self._look, replica)
+
     def _listener(self, replica: int) -> Listener | None:
         """What hears engines for the policy that `replica` has now; None: it does not listen."""
         scheduler, told = scheduler_of(self.policies[replica]), self._settings.kv_events
@@ -224,6 +266,8 @@ class Pickers:
         policy.replace([pod.endpoint for pod in self._pods.announced()], self._loop.now)
         self._listeners[replica] = self._listener(replica)
         self._listen(replica)
+        # Their streams ended with the picker: who waited is told so.
+        self._lines[replica].let_all_go()
         self._loop.at(absence.to_s, self._start, replica)
 
     def _start(self, replica: int) -> None:

@@ -92,6 +92,10 @@ class Policy(Protocol):
         """A scrape of `endpoint` got no connection."""
         ...
 
+    def holds(self, request: InferenceRequest, now: Seconds) -> bool:
+        """Whether `request` is to wait before it is routed."""
+        ...
+
     def route(self, request: InferenceRequest, now: Seconds) -> Route | Refusal: ...
     def first_output(self, route: Route, now: Seconds) -> None: ...
     def reschedule(self, route: Route, served: Endpoint, now: Seconds) -> None:
@@ -141,6 +145,9 @@ class SchedulerPolicy:
         slot = self.scheduler.pool.slot_of(endpoint)
         if slot is not None:
             self.scheduler.take(ScrapeFailed(slot=slot, answered=False), now)
+
+    def holds(self, request: InferenceRequest, now: Seconds) -> bool:
+        return self.scheduler.holds(request, now)
 
     def route(self, request: InferenceRequest, now: Seconds) -> Route | Refusal:
         decision = self.scheduler.schedule(request, now)
@@ -208,6 +215,10 @@ class Baseline:
 
     def refused(self, endpoint: Endpoint, now: Seconds) -> None:
         """A baseline does not look at metrics."""
+
+    def holds(self, request: InferenceRequest, now: Seconds) -> bool:
+        """A baseline has nobody wait."""
+        return False
 
     def route(self, request: InferenceRequest, now: Seconds) -> Route | Refusal:
         if not self.endpoints:

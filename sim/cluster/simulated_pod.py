@@ -12,12 +12,11 @@ from sim.caches.offload import OffloadedBlocks
 from sim.cluster.event_log import EventLog
 from sim.cluster.loop import Loop
 from sim.engine.engine import Engine, EngineSettings, Step
-from sim.engine.features import Feature, Ranks, Speculative, WholePrompts
+from sim.engine.features import Feature, WholePrompts, batched_tokens, open_engine, ranks_of
 from sim.engine.profiles import Profile
 from sim.engine.prompt_cache import PromptCache
 from sim.engine.ranks import RankedEngine
 from sim.engine.request import EngineRequest
-from sim.engine.speculative_engine import SpeculativeEngine
 
 _PORT: Final = 8000
 _DEVICE_TIER: Final = "device"
@@ -57,11 +56,6 @@ class PodKind(Struct, frozen=True, kw_only=True):
         With another `cache` it has that in the place of vLLM's.
         """
         kv_tokens = profile.kv_tokens if cache is None else cache.kv_tokens(profile)
-        whole_prompts = WholePrompts() in features
-        batched_tokens = profile.max_num_batched_tokens
-        if whole_prompts:
-            # As vLLM does, or a prompt as long as the model allows would never fit.
-            batched_tokens = max(batched_tokens, profile.max_model_len_tokens)
         return cls(
             profile=profile,
             labels=dict(labels),
@@ -72,9 +66,9 @@ class PodKind(Struct, frozen=True, kw_only=True):
                 blocks_total=kv_tokens // block_size_tokens + 1,
                 block_size_tokens=block_size_tokens,
                 max_num_seqs=profile.max_num_seqs,
-                max_num_batched_tokens=batched_tokens,
+                max_num_batched_tokens=batched_tokens(features, profile),
                 max_loras=max_loras,
-                chunked_prefill=not whole_prompts,
+                chunked_prefill=WholePrompts() not in features,
             ),
         )
 
@@ -97,14 +91,11 @@ class PodKind(Struct, frozen=True, kw_only=True):
     @property
     def ranks(self) -> int:
         """Engines of a pod."""
-        return next((one.count for one in self.features if isinstance(one, Ranks)), 1)
+        return ranks_of(self.features)
 
     def open_rank(self, cache: PromptCache | None) -> Engine:
         """One of its engines, with nothing in it."""
-        speculative = (one for one in self.features if isinstance(one, Speculative))
-        for one in speculative:
-            return SpeculativeEngine(self.engine, self.profile, one.speculation(), cache)
-        return Engine(self.engine, self.profile, cache)
+        return open_engine(self.features, self.engine, self.profile, cache)
 
 
 class Scraper(Protocol):

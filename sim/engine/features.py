@@ -2,6 +2,7 @@
 tell them. What each was checked against is in `sim/measurement/evidence.py`.
 """
 
+import argparse
 from collections.abc import Iterable, Mapping
 from typing import Annotated, ClassVar, Final, TypeAlias
 
@@ -9,7 +10,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 from epp.core.expectation import misfit
-from sim.engine.speculation import ACCEPTANCE_TEXT, DRAFT_S, Speculation, acceptance_of
+from sim.engine.engine import Engine, EngineSettings
+from sim.engine.profiles import Profile
+from sim.engine.prompt_cache import PromptCache
+from sim.engine.speculation import ACCEPTANCE_TEXT, DRAFT_S, Speculation, speculation_of
+from sim.engine.speculative_engine import SpeculativeEngine
 
 RANKS_MAX: Final = 64
 
@@ -29,9 +34,10 @@ class Speculative(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     type_name: ClassVar[str] = "speculative"
 
-    acceptance: Annotated[str, Meta(pattern=ACCEPTANCE_TEXT, max_length=200)]
+    acceptance: Annotated[str, Meta(pattern=ACCEPTANCE_TEXT, max_length=1_000)]
     """Of each drafted token the share of the passes that accept it and all before it, as
-    `0.7/0.45/0.3`: what vLLM counts by position."""
+    `0.7/0.45/0.3`: what vLLM counts by position. At lengths of context where it depends on them, as
+    `1024:0.7/0.45/0.3+32768:0.5/0.25/0.1`."""
     draft_s: Annotated[float, Meta(ge=0.0, le=10.0)] = DRAFT_S
     """For each drafted token of a pass, whoever decodes."""
 
@@ -40,7 +46,7 @@ class Speculative(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     def speculation(self) -> Speculation:
         """The same for the engine."""
-        return Speculation(acceptance=acceptance_of(self.acceptance), draft_s=self.draft_s)
+        return speculation_of(self.acceptance, self.draft_s)
 
 
 class Ranks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,3 +107,49 @@ def feature_spelt(feature: Feature) -> str:
         if value != defaults[name]
     ]
     return feature.type_name + (f":{','.join(told)}" if told else "")
+
+
+def batched_tokens(features: Iterable[Feature], profile: Profile) -> int:
+    """`--max-num-batched-tokens` of an engine that is told none."""
+    if WholePrompts() in features:
+        # As vLLM does, or a prompt as long as the model allows would never fit.
+        return max(profile.max_num_batched_tokens, profile.max_model_len_tokens)
+    return profile.max_num_batched_tokens
+
+
+def open_engine(
+    features: Iterable[Feature],
+    settings: EngineSettings,
+    profile: Profile,
+    cache: PromptCache | None = None,
+) -> Engine:
+    """An engine with nothing in it, one rank where there are several."""
+    for feature in features:
+        if isinstance(feature, Speculative):
+            return SpeculativeEngine(settings, profile, feature.speculation(), cache)
+    return Engine(settings, profile, cache)
+
+
+def ranks_of(features: Iterable[Feature]) -> int:
+    """Engines behind one address."""
+    return next((feature.count for feature in features if isinstance(feature, Ranks)), 1)
+
+
+def add_feature_flag(parser: argparse.ArgumentParser) -> None:
+    """`--engine`: the texts, for `features_named` when all are there."""
+    parser.add_argument(
+        "--engine",
+        type=_spelt_right,
+        action="append",
+        default=[],
+        metavar="FEATURE[:PARAMETER=VALUE,...]",
+        help=f"what engines are started with besides: {', '.join(FEATURES)}; may be repeated",
+    )
+
+
+def _spelt_right(text: str) -> str:
+    try:
+        feature_named(text)
+    except FeatureError as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from problem
+    return text

@@ -89,7 +89,7 @@ class SpeculativeEngine(Engine):
     def _verify(self, request: EngineRequest, tokens: int, work: StepWork) -> None:
         """Count the last token of a request and its drafted ones as computed."""
         known = request.known_tokens
-        accepted = self.speculation.accepted(request.request_id, request.generated_tokens)
+        accepted = self.speculation.accepted(request.request_id, request.generated_tokens, known)
         given = self._given[request] = 1 + min(accepted, tokens - 1)
         work.tokens += tokens
         work.decodes += 1

@@ -18,9 +18,8 @@ from sim.cluster.settings import ClientSettings, ClusterSettings, ClusterSetting
 from sim.cluster.simulated_pod import PodKind
 from sim.cluster.tokenizing import TokenizeSettings
 from sim.engine.features import (
-    FEATURES,
     FeatureError,
-    feature_named,
+    add_feature_flag,
     feature_spelt,
     features_named,
 )
@@ -86,8 +85,7 @@ def add_run_options(parser: argparse.ArgumentParser, *, several_replicas: bool =
     add("--max-loras", type=_whole, default=0, metavar="N", help="adapter slots of a pod (0: off)")
     add("--cache", type=_cache, metavar="NAME[:PARAMETER=VALUE,...]", help="how pods keep prompts, "
         f"{NAMES[0]} if it is not told, or one of {', '.join(NAMES[1:])}")  # fmt: skip
-    add("--engine", type=_feature, action="append", metavar="FEATURE[:PARAMETER=VALUE,...]",
-        help=f"what engines are started with besides: {', '.join(FEATURES)}; may be repeated")  # fmt: skip
+    add_feature_flag(parser)
     _add_picker_options(parser, several_replicas=several_replicas)
     add("--scrape-interval", type=_positive, metavar="S", help="(default: as production)")
     add("--scrape-delay", type=_seconds, default=0.001, metavar="S", help="age of a page (0.001)")
@@ -170,7 +168,7 @@ def run_settings(
         except CacheNameError as problem:
             raise ClusterSettingsError(f"--cache: {problem}") from problem
     try:
-        features = features_named(options.engine or ())
+        features = features_named(options.engine)
     except FeatureError as problem:
         raise ClusterSettingsError(f"--engine: {problem}") from problem
     kinds = [
@@ -409,15 +407,6 @@ def _cache(text: str) -> CacheBehaviour | None:
         return cache_named(text)
     except CacheNameError as problem:
         raise argparse.ArgumentTypeError(str(problem)) from problem
-
-
-def _feature(text: str) -> str:
-    """The text itself, if a feature is spelt so: features are put together when all are there."""
-    try:
-        feature_named(text)
-    except FeatureError as problem:
-        raise argparse.ArgumentTypeError(str(problem)) from problem
-    return text
 
 
 def _count(text: str) -> int:

@@ -10,8 +10,8 @@ from sim.measurement.summaries import AssumptionSummary
 
 NOT_MODELLED: Final = (
     (
-        "Speculative decoding, but where `--engine` says so: then acceptance depends on no text, length "
-        "or load, and drafters take no KV cache."
+        "Speculative decoding, but where `--engine` says so: then acceptance depends on no text and no "
+        "load, on the length of the context only as you tell it, and drafters take no KV cache."
     ),
     (
         "Mixtures of experts: layers cost the same whichever experts tokens go to, and no expert is "

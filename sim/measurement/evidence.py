@@ -12,6 +12,9 @@ EXPERTS: Final = "expert-curve"
 SHARED: Final = f"{Offload.type_name}-shared"
 """The tier of `Offload` that all pods have together, by name."""
 
+BY_CONTEXT: Final = f"{Speculative.type_name}-by-context"
+"""Acceptance that depends on the length of the context, by name."""
+
 EVIDENCE: Final[Mapping[str, str]] = {
     WholePrompts.type_name: (
         "unchecked: vLLM's rule is followed (a prompt that does not fit into what is left of a pass ends "
@@ -22,6 +25,10 @@ EVIDENCE: Final[Mapping[str, str]] = {
         "SpecDecode-Bench publishes it (arXiv 2601.11580): passes of 1 to 16 requests within 7 %, of 32 "
         "to 128 17 to 32 % too short; 128 requests of GSM8K gain 1.15 times where 1.21 is published; "
         "acceptance is what you tell"
+    ),
+    BY_CONTEXT: (
+        "unchecked: how acceptance changes with the context is yours, and that it is on the line between "
+        "two lengths is a guess; no recording of it is at hand"
     ),
     Ranks.type_name: (
         "unchecked: the balancer is vLLM's rule with counts of now in the place of those of the last "
@@ -43,6 +50,8 @@ EVIDENCE: Final[Mapping[str, str]] = {
 def features_used(kind: PodKind) -> list[str]:
     """Names of `EVIDENCE` for a pod, in its order."""
     used = {feature.type_name for feature in kind.features}
+    if any(isinstance(one, Speculative) and one.speculation().longer for one in kind.features):
+        used.add(BY_CONTEXT)
     if kind.profile.expert_s:
         used.add(EXPERTS)
     if isinstance(kind.cache, Offload):

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Final
 
-from sim.engine.features import RANKS_MAX
+from sim.engine.features import add_feature_flag
 from sim.engine.profiles import DEFAULT_PROFILE
 
 _PODS_MAX: Final = 1000
@@ -41,6 +41,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="model and GPU: a built-in profile, FILE.toml or FILE.toml:NAME",
     )
     add("--model", metavar="NAME", help="served model name (default: the profile's)")
+    add_feature_flag(parser)
     add("--lora", action="append", default=[], metavar="NAME", help="an adapter; repeatable")
     add("--max-loras", type=_between(0, 10_000), default=4, metavar="N", help="adapter slots")
     add("--blocks", type=_between(2, 10_000_000), metavar="N", help="KV blocks (default: profile)")
@@ -62,13 +63,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="PORT",
         help="publish KV events, from this port on one a pod or rank, and behind them old ones again; "
         "free ports if none is given, which GET /kv_event_sources tells (default: no events)",
-    )
-    add(
-        "--data-parallel-size",
-        type=_between(1, RANKS_MAX),
-        default=1,
-        metavar="N",
-        help="ranks behind the address of each pod; a header X-data-parallel-rank names one",
     )
     add("--speed", type=_speed, default=1.0, metavar="X", help="time runs X times as fast")
     add("--seed", type=int, default=1, help="decides the answers")

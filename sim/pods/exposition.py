@@ -201,8 +201,9 @@ class MetricsPage:
             else:
                 self._histograms["inter_token_latency_seconds"].observe(request.token_gap_s)
         if step.outputs:
-            self._add("generation_tokens", len(step.outputs))
-            tokens = computed_tokens + len(step.outputs)
+            given_tokens = len(step.outputs) + step.work.drafts_accepted
+            self._add("generation_tokens", given_tokens)
+            tokens = computed_tokens + given_tokens
             self._histograms["iteration_tokens_total"].observe(tokens)
         self._add("num_preemptions", after.preemptions - self._preemptions)
         self._preemptions = after.preemptions

@@ -14,7 +14,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from msgspec import Struct
 
 from epp.core.types import Seconds
-from sim.engine.engine import Engine, EngineSettings, Step
+from sim.engine.engine import EngineSettings, Step
+from sim.engine.features import Feature, open_engine, ranks_of
 from sim.engine.profiles import Profile
 from sim.engine.ranks import RankedEngine
 from sim.engine.request import EngineRequest
@@ -29,6 +30,8 @@ class PodSettings(Struct, frozen=True, kw_only=True):
 
     profile: Profile
     engine: EngineSettings
+    features: tuple[Feature, ...] = ()
+    """With which it was started: `engine` has what follows from them."""
     model: str
     adapters: tuple[str, ...] = ()
     speed: float = 1.0
@@ -38,13 +41,16 @@ class PodSettings(Struct, frozen=True, kw_only=True):
     """Requests inside the server, waiting or running, before it answers 503; 0: no limit."""
     kv_events: bool = False
     """Tell what is cached, and what not any more."""
-    ranks: int = 1
-    """Engines behind each address, alone with themselves."""
+
+    @property
+    def ranks(self) -> int:
+        """Engines behind each address, alone with themselves."""
+        return ranks_of(self.features)
 
     @property
     def max_model_len_tokens(self) -> int:
-        """The model's context, or less if the cache could not hold one such request."""
-        return min(self.profile.max_model_len_tokens, self.engine.kv_tokens)
+        """The model's context, or less if the engine could not compute one such request."""
+        return min(self.profile.max_model_len_tokens, self.engine.request_tokens_max)
 
 
 class Generation:
@@ -83,7 +89,7 @@ class _Rank:
     """One engine of a pod, in a task of its own."""
 
     def __init__(self, settings: PodSettings, number: int) -> None:
-        self.engine = Engine(settings.engine, settings.profile)
+        self.engine = open_engine(settings.features, settings.engine, settings.profile)
         self.work = asyncio.Event()
         self.submitted_at = 0.0
         self.kv_events: KVEvents | None = None
@@ -272,7 +278,7 @@ class Pod:
         for request in step.outputs:
             generation = self._generations.get(request.request_id)
             if generation is not None:
-                generation.produced += 1
+                generation.produced = request.generated_tokens
                 generation.progress.set()
 
     async def _sleep_until(self, at: Seconds) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import structlog
 
 from sim.engine.engine import EngineSettings
+from sim.engine.features import WholePrompts, batched_tokens, features_named
 from sim.engine.profiles import find_profile
 from sim.pods.pods import PodSettings
 from sim.pods.server import PodAddress, listen, serve, write_endpoints
@@ -20,30 +21,33 @@ def run(options: argparse.Namespace) -> int:
     _configure_logs(options.log_format)
     try:
         profile = find_profile(options.profile)
+        features = features_named(options.engine)
         engine = EngineSettings(
             blocks_total=options.blocks or profile.kv_tokens // options.block_size + 1,
             block_size_tokens=options.block_size,
             max_num_seqs=options.max_num_seqs or profile.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens or profile.max_num_batched_tokens,
+            max_num_batched_tokens=options.max_num_batched_tokens
+            or batched_tokens(features, profile),
             max_loras=options.max_loras,
+            chunked_prefill=WholePrompts() not in features,
         )
     except ValueError as problem:
         return failed(str(problem), code=2)
     settings = PodSettings(
         profile=profile,
         engine=engine,
+        features=features,
         model=options.model or profile.model,
         adapters=tuple(dict.fromkeys(options.lora)),
         speed=options.speed,
         seed=options.seed,
         max_num_queued_reqs=options.max_num_queued_reqs,
         kv_events=options.kv_events is not None,
-        ranks=options.data_parallel_size,
     )
     if settings.ranks > 1 and profile.expert_s:
         return failed(
-            f"--data-parallel-size does not go with {options.profile}: ranks that share layers of "
-            "experts are not served.",
+            f"--engine ranks does not go with {options.profile}: ranks that share layers of experts "
+            "are not served.",
             code=2,
         )
     if settings.model in settings.adapters:
@@ -62,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         sockets = listen(options.host, options.port, options.pods)
         events = []
         if options.kv_events is not None:
-            ranks = options.pods * options.data_parallel_size
+            ranks = options.pods * settings.ranks
             events = listen(options.host, options.kv_events, 2 * ranks)
         asyncio.run(serve(settings, sockets, ready, events))
     except* OSError as problems:

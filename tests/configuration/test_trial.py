@@ -120,6 +120,20 @@ def test_one_that_returns_what_it_may_not_is_named(table, verb, found, said):
     assert problem.startswith(f"c: plugins[0] (odd-plugin): {said}")
 
 
+@pytest.mark.parametrize(
+    ("holds", "said"),
+    [
+        (explode, f"holds {AT}"),
+        (lambda *_: 1, "holds returned int, expected bool"),
+    ],
+)
+def test_a_filter_that_holds_requests_is_asked_whether_it_does(holds, said):
+    """What it answers is held to its contract, like what it keeps."""
+    kind = broken(holds=holds, abilities=Abilities(holds_requests=True))
+    (problem,) = refused(SCORE, filters=kind)
+    assert problem.startswith(f"c: plugins[0] (odd-plugin): {said}")
+
+
 def test_every_one_that_fails_is_named_at_once():
     """Nobody mends a document twice."""
     members = {"abilities": Abilities(marks_responses=True), "response_headers": explode}

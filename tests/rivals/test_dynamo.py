@@ -8,12 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epp.core.decision.inputs import PoolReplaced, RequestEnded
+from epp.core.decision.inputs import OutputStarted, PoolReplaced, RequestEnded
 from epp.core.knowledge.candidates import Affinity
 from epp.core.knowledge.inflight import Outcome
-from homing_rivals.dynamo import DynamoCost, Softmax, TwoTier
+from homing_rivals.dynamo import DynamoCost, Queue, Softmax, TwoTier
+from sim.cluster.settings import Absence
+from sim.cluster.simulated_request import Fate
 from tests.builders import candidates, endpoint, request
-from tests.rivals.driven import scheduler_of, settings_of
+from tests.rivals.driven import Driven, scheduler_of, settings_of
+from tests.rivals.simulated import simulated
+from tests.sim.made import arrival, cluster
 
 BLOCK_BYTES = 256
 
@@ -197,3 +201,158 @@ def test_what_is_held_until_the_first_token_does_not_drain():
     assert held.prefill_tokens_per_s == 1.0
     assert held.profile == usual.profile
     assert held.indexes == usual.indexes
+
+
+@pytest.mark.parametrize(
+    ("prefill", "held"),
+    [
+        ([131_072.0, 131_072.0], False),
+        ([131_073.0, 131_073.0], True),
+        ([131_073.0, 131_072.0], False),
+        ([0.0, 1e9], False),
+    ],
+)
+def test_requests_wait_while_every_endpoint_is_above_the_threshold(prefill, held):
+    """16 x 8,192 tokens, strictly, and nobody is dropped either way."""
+    some = candidates(2, inflight_prefill_tokens=prefill)
+    assert Queue().holds(request(), some) is held
+    assert Queue().keep(request(), some).all()
+
+
+@given(
+    st.lists(st.floats(0, 1e6), min_size=1, max_size=8),
+    st.floats(0, 100),
+    st.integers(1, 100_000),
+)
+def test_one_endpoint_that_is_not_busy_is_enough(prefill, threshold, batch):
+    """A request waits if and only if there is none."""
+    queue = Queue(queue_threshold=threshold, max_num_batched_tokens=batch)
+    some = candidates(len(prefill), inflight_prefill_tokens=prefill)
+    assert queue.holds(request(), some) is all(tokens > threshold * batch for tokens in prefill)
+
+
+def test_a_first_token_lets_requests_go():
+    """As the end of a request does; an end that nobody answered too."""
+    driven = Driven("dynamo-queue")
+    scheduler = driven.scheduler
+    for name in "ab":
+        driven.send(name, prompt_tokens=200_000)
+    assert scheduler.holds(request(prompt_tokens=1), 0.0)
+    assert scheduler.holds(request(prompt_tokens=1), 50.0)
+    scheduler.take(OutputStarted(driven.leases[0]), 0.0)
+    assert not scheduler.holds(request(prompt_tokens=1), 0.0)
+    driven.send("c", prompt_tokens=200_000)
+    assert scheduler.holds(request(prompt_tokens=1), 0.0)
+    driven.end()
+    assert not scheduler.holds(request(prompt_tokens=1), 0.0)
+
+
+def test_where_nobody_is_ready_nobody_waits():
+    """The scheduler refuses at once, as for whom the subset leaves none."""
+    driven = Driven("dynamo-queue")
+    for name in "ab":
+        driven.send(name, prompt_tokens=200_000)
+    assert not driven.scheduler.holds(request(subset=("192.0.2.77:8000",)), 0.0)
+    driven.scheduler.take(PoolReplaced([]), 0.0)
+    assert not driven.scheduler.holds(request(), 0.0)
+
+
+def test_other_strategies_of_dynamo_hold_nobody():
+    """The queue is off there, as by default."""
+    driven = Driven("dynamo-first-token")
+    for name in "ab":
+        driven.send(name, prompt_tokens=200_000)
+    assert not driven.scheduler.holds(request(), 0.0)
+
+
+LONG_TOKENS = 100_000
+
+
+def burst(count, **fields):
+    """`count` prompts of their own, a millisecond after each other."""
+    return [
+        arrival(
+            index,
+            **{"time_s": index * 0.001, "prompt_tokens": LONG_TOKENS, "session": f"s{index}"}
+            | fields,
+        )
+        for index in range(count)
+    ]
+
+
+def ran_burst(policy, given=None, **fields):
+    """The requests of a burst of eight on two pods, in order, and the cluster."""
+    requests = []
+    one = cluster(
+        burst(8) if given is None else given,
+        policy=policy,
+        pods=2,
+        ended=requests.append,
+        **({"response_chunks": True} | fields),
+    )
+    at_once = []
+    one.gateway.decided = lambda request: at_once.append(request.sequence)
+    one.run()
+    return sorted(requests, key=lambda request: request.sequence), at_once, one
+
+
+def test_a_burst_waits_in_the_router_and_is_served_in_order():
+    """Two of 100,000 tokens make an endpoint busy: four go, one more with each first token."""
+    requests, order, one = ran_burst("dynamo-queue")
+    assert {request.fate for request in requests} == {Fate.COMPLETE}
+    assert order == sorted(order)
+    decided = [request.submitted_at for request in requests]
+    first = min(request.first_token_at for request in requests)
+    assert sum(at < first for at in decided) == 4
+    assert one.pickers.policies[0].open_requests == 0
+    plain, _, _ = ran_burst("dynamo-first-token")
+    assert all(request.submitted_at < first for request in plain)
+
+
+def test_pages_let_requests_go_where_no_first_chunk_is_seen():
+    """They count first tokens; the line is looked at as often as they are read."""
+    requests, order, _ = ran_burst("dynamo-queue", response_chunks=False)
+    assert {request.fate for request in requests} == {Fate.COMPLETE}
+    assert order == sorted(order)
+    first, last = (pick(one.first_token_at for one in requests) for pick in (min, max))
+    assert first < max(one.submitted_at for one in requests) < last
+
+
+def test_a_client_that_leaves_is_never_placed():
+    """And who waited behind it is served."""
+    given = burst(8)
+    requests, order, one = ran_burst("dynamo-queue", given, abort_share=0.5, abort_after_s=0.5)
+    left = {one.sequence for one in requests if one.fate is Fate.ABORTED and one.route is None}
+    assert left
+    assert left.isdisjoint(order)
+    assert {one.fate for one in requests} == {Fate.ABORTED, Fate.COMPLETE}
+    assert one.pickers.policies[0].open_requests == 0
+
+
+def test_who_waits_at_a_picker_that_dies_is_told_so():
+    """As whose stream has ended; its client may come again."""
+    gone = (Absence(replica=0, from_s=0.5, to_s=2.0),)
+    requests, _, one = ran_burst("dynamo-queue", absences=gone)
+    failed = [one for one in requests if one.fate is Fate.FAILED]
+    assert [(one.status, one.route) for one in failed] == [(500, None)] * 4
+    assert sum(one.fate is Fate.COMPLETE for one in requests) == 4
+    assert one.pickers.policies[0].open_requests == 0
+
+
+def test_two_pickers_have_a_line_each():
+    """None sees what the other sends, so that each lets through what one alone would."""
+    requests, _, one = ran_burst("dynamo-queue", burst(16), replicas=2)
+    assert {request.fate for request in requests} == {Fate.COMPLETE}
+    first = min(request.first_token_at for request in requests)
+    for replica in range(2):
+        mine = [one for one in requests if one.replica == replica]
+        assert sum(one.submitted_at < first for one in mine) == min(4, len(mine))
+    assert [policy.open_requests for policy in one.pickers.policies] == [0, 0]
+
+
+def test_the_queue_is_never_reached_by_what_is_small():
+    """Then it decides as without."""
+    given = burst(40, prompt_tokens=2_000)
+    with_queue = simulated(given, "dynamo-queue")
+    without = simulated(given, "dynamo-first-token")
+    assert [one.pod.number for one in with_queue] == [one.pod.number for one in without]

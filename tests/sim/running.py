@@ -9,6 +9,7 @@ from aiohttp import ClientSession
 from aiohttp.test_utils import TestServer
 
 from sim.engine.engine import EngineSettings
+from sim.engine.features import features_named
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.pods.kv_event_sockets import publishing
 from sim.pods.pods import Pod, PodSettings
@@ -72,18 +73,18 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def running_pod(
-    *, speed=200.0, max_num_queued_reqs=0, kv_events=False, ports=(0, 0, 0), ranks=1, **engine
+    *, speed=200.0, max_num_queued_reqs=0, kv_events=False, ports=(0, 0, 0), features=(), **engine
 ):
     """`ports`: where it serves, publishes KV events and tells old ones again; 0: a free one."""
     settings = PodSettings(
         profile=find_profile(DEFAULT_PROFILE),
         engine=EngineSettings(**{"blocks_total": 2000, "max_loras": 2, **engine}),
+        features=features_named(features),
         model=MODEL,
         adapters=("sql",),
         speed=speed,
         max_num_queued_reqs=max_num_queued_reqs,
         kv_events=kv_events,
-        ranks=ranks,
     )
     pod = Pod("pod-0", settings)
     port, *event_ports = ports

@@ -54,6 +54,17 @@ class Filter(Plugin, Protocol):
         ...
 
 
+class HoldsRequests(Protocol):
+    """A filter that has requests wait before they are placed, where there is a line to wait in."""
+
+    def holds(self, request: InferenceRequest, candidates: Candidates, /) -> bool:
+        """Whether `request` is to wait now. Never called with n = 0.
+
+        `candidates`: all that are ready, before filters; no index was asked of them.
+        """
+        ...
+
+
 class Scorer(Plugin, Protocol):
     """Says how much it prefers each."""
 
@@ -169,6 +180,7 @@ class ReadsIndex(Protocol):
 _MEMBERS: Final[Mapping[str, tuple[str, ...]]] = {
     "reads_index": ("producer_type", "producer"),
     "configures_index": ("producer_parameters",),
+    "holds_requests": ("holds",),
     "goes_by_sessions": ("session_of",),
     "marks_responses": ("response_headers",),
     "marks_requests": ("own_headers", "request_headers"),

@@ -26,6 +26,7 @@ from epp.core.decision.kept_scores import KeptScores
 from epp.core.decision.plugin import (
     ChoosesRanks,
     Filter,
+    HoldsRequests,
     MarksRequests,
     MarksResponses,
     Picker,
@@ -264,6 +265,32 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         return tuple(
             cast("TellsCost", one) if one.abilities.tells_cost else None for one in plugins
         )
+
+    @cached_property
+    def holders(self) -> tuple[tuple[str, HoldsRequests], ...]:
+        """The filters that have requests wait, with their names."""
+        return tuple(
+            (named.name, cast("HoldsRequests", named.plugin))
+            for named in self.filters
+            if named.plugin.abilities.holds_requests
+        )
+
+    def holds(
+        self, request: InferenceRequest, candidates: Candidates, failures: PluginFailures
+    ) -> bool:
+        """Whether any filter has `request` wait; one that fails does not."""
+        for name, plugin in self.holders:
+            try:
+                found: object = plugin.holds(request, candidates)
+            except BaseException as error:  # noqa: BLE001  the boundary of a plugin
+                failures.raised(name, "holds", error)
+                continue
+            # What numpy compares to is as good.
+            if not isinstance(found, bool | np.bool_):
+                failures.returned(name, "holds", f"{type(found).__name__}, expected bool")
+            elif found:
+                return True
+        return False
 
     def filter(
         self, request: InferenceRequest, candidates: Candidates, failures: PluginFailures

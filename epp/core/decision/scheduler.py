@@ -274,6 +274,21 @@ class Scheduler:
         self.witness.decided(request, decision, now)
         return decision
 
+    def holds(self, request: InferenceRequest, now: Seconds) -> bool:
+        """Whether plugins have `request` wait, where it can; `schedule` places it all the same.
+
+        Never where nobody is ready: `schedule` says so at once.
+        """
+        if not self.settings.profile.holders:
+            return False
+        slots = self.pool.ready(request.subset, now)
+        if not len(slots):
+            return False
+        if self.outliers.ejection.masked:
+            slots = self._not_ejected(slots)
+        candidates = self._candidates(slots, {}, request, now)
+        return self.settings.profile.holds(request, candidates, self.failures)
+
     def _replace(self, given: PoolReplaced, now: Seconds) -> None:
         for slot in self.pool.replace(given.endpoints, now):
             self._forget(slot)

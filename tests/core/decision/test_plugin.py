@@ -61,6 +61,7 @@ def test_an_index_has_to_declare_whatever_it_is_made_of():
         (able(limits_memory=True), "declares limits_memory, and has no memory_max_bytes"),
         ({"session_of": len}, "has session_of, expected goes_by_sessions=True in its abilities"),
         ({"response_headers": len}, "has response_headers, expected marks_responses=True in its"),
+        ({"holds": len}, "has holds, expected holds_requests=True in its abilities"),
         ({"reads": ()}, "has a class variable reads, expected it in its abilities"),
         ({"sheds_load": False}, "has a class variable sheds_load, expected it in its abilities"),
     ],

@@ -192,6 +192,51 @@ def test_a_filter_that_sheds_load_is_named():
     assert (kept.eliminated, kept.shed_by) == ({"labels": 1, "full": 1}, "full")
 
 
+class Holds(Parameters, frozen=True):
+    """Has everybody wait, or returns `found`."""
+
+    type_name: ClassVar[str] = "holds"
+    abilities: ClassVar[Abilities] = Abilities(holds_requests=True)
+    found: object = True
+
+    def keep(self, request, candidates, /):
+        return np.ones(len(candidates), dtype=np.bool_)
+
+    def holds(self, request, candidates, /):
+        if self.found is None:
+            raise ValueError
+        return self.found
+
+
+@pytest.mark.parametrize(
+    ("filters", "held"),
+    [
+        ([], False),
+        ([("all", KeepAt(slots=(0, 1)))], False),
+        ([("line", Holds())], True),
+        ([("line", Holds(found=np.True_))], True),
+        ([("line", Holds(found=np.False_))], False),
+        ([("open", Holds(found=False)), ("line", Holds())], True),
+    ],
+)
+def test_any_filter_may_hold_a_request(filters, held):
+    """Those that declare it are asked, and no others."""
+    failures = PluginFailures()
+    assert profile(filters=filters).holds(request(), candidates(2), failures) is held
+    assert list(failures) == []
+
+
+@pytest.mark.parametrize("found", [None, 1, np.ones(2, dtype=np.bool_)])
+def test_a_filter_that_fails_holds_nobody(found):
+    """It is counted by its name; the next is asked."""
+    failures = PluginFailures()
+    filters = [("line", Holds(found=found))]
+    assert profile(filters=filters).holds(request(), candidates(2), failures) is False
+    assert [(one.name, one.failures) for one in failures] == [("line", 1)]
+    filters.append(("next", Holds()))
+    assert profile(filters=filters).holds(request(), candidates(2), failures)
+
+
 def test_a_filter_that_keeps_all_costs_no_copy():
     """The candidates go on as they came."""
     pool = candidates(2)

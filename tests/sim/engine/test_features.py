@@ -16,7 +16,14 @@ from sim.engine.features import (
 TEXTS = ("whole-prompts", "speculative:acceptance=0.7/0.4", "ranks:count=4")
 
 
-@pytest.mark.parametrize("text", [*TEXTS, "speculative:acceptance=0.7,draft_s=0.001"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *TEXTS,
+        "speculative:acceptance=0.7,draft_s=0.001",
+        "speculative:acceptance=0:0.7/0.4+9000:0.5/0.2",
+    ],
+)
 def test_a_feature_is_spelt_as_it_is_told(text):
     """What is not the default."""
     assert feature_spelt(feature_named(text)) == text
@@ -48,6 +55,8 @@ def test_features_are_in_one_order_however_they_are_told():
         (["speculative"], "acceptance"),
         (["speculative:acceptance=0.4/0.7"], "none above the one before it, got 0.4/0.7"),
         (["speculative:acceptance=a"], "acceptance"),
+        (["speculative:acceptance=9:0.7+8:0.4"], "longer than the one before it"),
+        (["speculative:acceptance=9:0.7+0.4"], "acceptance"),
         (["speculative:acceptance=0.7,draft_s=-1"], "draft_s"),
         (["ranks:count=2", "ranks:count=3"], "ranks is told twice"),
     ],

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sim.engine.engine import Engine, EngineSettings
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.engine.request import EngineRequest
-from sim.engine.speculation import Speculation
+from sim.engine.speculation import Speculation, speculation_of
 from sim.engine.speculative_engine import SpeculativeEngine
 from tests.sim.engine.test_engine import request_of, run
 from tests.sim.engine.test_engine_agrees import ENGINES, SHAPES, events_of, requests_of
@@ -184,3 +184,14 @@ def test_the_gain_of_many_requests_is_the_published_one():
             engine.submit(request_of(str(at), 93, 165), 0.0)
         spans.append(run(engine)[-1].ends_at)
     assert spans[0] / spans[1] == pytest.approx(1.21, rel=0.1)
+
+
+def test_a_long_context_accepts_less_as_it_is_told():
+    """All of the drafted tokens where it is short, none where it is long."""
+    passes = {}
+    for prompt_tokens in (100, 9_000):
+        told = speculation_of("1000:1/1/1+8000:0/0/0", 0.0)
+        engine = SpeculativeEngine(EngineSettings(blocks_total=1_000), PROFILE, told)
+        engine.submit(request_of("a", prompt_tokens, 100), 0.0)
+        passes[prompt_tokens] = sum(step.work.drafts > 0 for step in run(engine))
+    assert passes == {100: 25, 9_000: 98}

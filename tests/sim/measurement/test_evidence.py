@@ -9,10 +9,10 @@ from sim.caches.names import cache_named
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.features import FEATURES, features_named
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
-from sim.measurement.evidence import EVIDENCE, EXPERTS, SHARED, features_used
+from sim.measurement.evidence import BY_CONTEXT, EVIDENCE, EXPERTS, SHARED, features_used
 
 PROFILE = find_profile(DEFAULT_PROFILE)
-ALL = ("whole-prompts", "speculative:acceptance=0.7/0.4", "ranks:count=2")
+ALL = ("whole-prompts", "speculative:acceptance=0:0.7/0.4+9000:0.5/0.2", "ranks:count=2")
 TRACE = (
     '{"format": "homing-capture", "version": 1}\n'
     '{"time_s": 0, "prompt_tokens": 65, "output_tokens": 9}\n'
@@ -21,7 +21,7 @@ TRACE = (
 
 def test_each_feature_has_an_entry():
     """One sentence, without a full stop, for a list."""
-    assert {*FEATURES, EXPERTS, SHARED, "offload"} == set(EVIDENCE)
+    assert {*FEATURES, BY_CONTEXT, EXPERTS, SHARED, "offload"} == set(EVIDENCE)
     for told in EVIDENCE.values():
         assert "checked" in told
         assert not told.endswith(".")
@@ -30,6 +30,8 @@ def test_each_feature_has_an_entry():
 def test_a_pod_uses_what_it_is_told():
     """All of it, and the usual pod nothing."""
     assert features_used(PodKind.of(PROFILE)) == []
+    plain = features_named(["speculative:acceptance=0.7/0.4"])
+    assert features_used(PodKind.of(PROFILE, features=plain)) == ["speculative"]
     assert features_used(PodKind.of(PROFILE, cache=cache_named("offload"))) == ["offload"]
     everything = PodKind.of(
         structs.replace(PROFILE, expert_tokens=(1, 1000), expert_s=(0.001, 0.002)),
@@ -61,5 +63,6 @@ def test_reports_say_what_was_used_and_what_it_was_checked_against(tmp_path):
                 assert [told.partition(":")[0] for told in conditions["engine_evidence"]] == [
                     "whole-prompts",
                     "speculative",
+                    "speculative-by-context",
                     "ranks",
                 ]

@@ -1,4 +1,4 @@
-"""Ranks of `sim serve --data-parallel-size --kv-events`, heard by production's listener over sockets."""
+"""Ranks of `sim serve --kv-events --engine ranks`, heard by production's listener over sockets."""
 
 import time
 from random import Random
@@ -13,6 +13,7 @@ from tests.sim.pods.test_heard_pods import prompts
 from tests.sim.running import MODEL, running_pod
 
 RANKS = 3
+TWO = ("ranks:count=2",)
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +52,7 @@ def decided(picker, prompt):
 async def test_whoever_is_sent_to_a_rank_finds_there_what_was_predicted():
     """Under pressure, with what the decision says and nothing else: each hit is known before."""
     random = Random(3)
-    pod_of = running_pod(kv_events=True, ranks=RANKS, blocks_total=40)
+    pod_of = running_pod(kv_events=True, features=(f"ranks:count={RANKS}",), blocks_total=40)
     async with pod_of as pod, Picker(pod, ranks_chosen=True) as picker:
         await eventually(lambda: picker.live)
         placed = 0
@@ -76,7 +77,7 @@ async def test_whoever_is_sent_to_a_rank_finds_there_what_was_predicted():
 async def test_two_pickers_predict_the_same():
     """Whoever of them decided."""
     async with (
-        running_pod(kv_events=True, ranks=RANKS) as pod,
+        running_pod(kv_events=True, features=(f"ranks:count={RANKS}",)) as pod,
         Picker(pod, ranks_chosen=True) as one,
         Picker(pod, ranks_chosen=True) as other,
     ):
@@ -92,7 +93,7 @@ async def test_two_pickers_predict_the_same():
 async def test_a_rank_is_one_that_the_server_has():
     """As vLLM answers; what is no number is nothing."""
     body = {"model": MODEL, "prompt": [7] * 100, "max_tokens": 1}
-    async with running_pod(ranks=2) as pod:
+    async with running_pod(features=TWO) as pod:
         for rank, expected in (("1", 200), ("2", 400), ("-1", 400), ("x", 200)):
             url, headers = pod.url("/v1/completions"), {RANK_HEADER: rank}
             async with pod.client.post(url, json=body, headers=headers) as response:
@@ -103,7 +104,7 @@ async def test_a_rank_is_one_that_the_server_has():
 
 async def test_a_page_tells_the_blocks_of_every_rank():
     """So that stores and removals of all of them balance."""
-    async with running_pod(ranks=2, blocks_total=77) as pod:
+    async with running_pod(features=TWO, blocks_total=77) as pod:
         async with pod.client.get(pod.url("/metrics")) as response:
             page = await response.text()
         rows = [row for row in page.splitlines() if row.startswith("vllm:cache_config_info{")]
@@ -112,6 +113,6 @@ async def test_a_page_tells_the_blocks_of_every_rank():
 
 
 async def test_without_a_plugin_ranks_are_not_heard():
-    async with running_pod(kv_events=True, ranks=2) as pod, Picker(pod) as picker:
+    async with running_pod(kv_events=True, features=TWO) as pod, Picker(pod) as picker:
         await eventually(lambda: "names 2 ranks behind 1 endpoint" in picker.row().problem)
         assert picker.row().state is StreamState.NONE

@@ -369,6 +369,9 @@ async def test_ports_beyond_the_last_are_one_sentence():
         (["--speed", "0"], "'0' is not a number above 0"),
         (["--profile", "none"], "No profile 'none'"),
         (["--lora", "a", "--max-loras", "0"], "--lora needs --max-loras"),
+        (["--engine", "nothing"], "No feature 'nothing' of engines"),
+        (["--engine", "speculative:acceptance=0.4/0.7"], "none above the one before it"),
+        (["--engine", "whole-prompts", "--engine", "whole-prompts"], "told twice"),
         (["--nonsense"], "unknown flag --nonsense"),
     ],
 )
@@ -378,6 +381,78 @@ async def test_a_wrong_command_line_exits_2(arguments, says):
         _, stderr = await process.communicate()
         assert process.returncode == 2
     assert says in stderr.decode()
+
+
+async def test_ranks_that_share_experts_are_refused(tmp_path):
+    """Their passes begin together, which tasks of their own do not show."""
+    file = tmp_path / "experts.toml"
+    curve = "expert_tokens = [1, 2]\nexpert_s = [0.1, 0.2]"
+    file.write_text(f'[experts]\nlike = "{DEFAULT_PROFILE}"\n{curve}\n')
+    async with sim_serve("--engine", "ranks:count=2", "--profile", str(file)) as process:
+        _, stderr = await process.communicate()
+        assert process.returncode == 2
+    assert "--engine ranks does not go with" in stderr.decode()
+
+
+async def test_a_pod_that_speculates_gives_several_tokens_a_pass():
+    """The same answer to the last token, in one gap of ITL for four tokens; its page counts tokens."""
+    gaps, texts = {}, set()
+    for features in ((), ("speculative:acceptance=1/1/1",)):
+        async with running_pod(features=features) as pod:
+            answer = await pod.completion(prompt="a" * 640, max_tokens=41, ignore_eos=True)
+            assert answer["usage"]["completion_tokens"] == 41
+            texts.add(answer["choices"][0]["text"])
+            assert await pod.metric(of_model("generation_tokens_total")) == 41
+            gaps[features] = await pod.metric(of_model("inter_token_latency_seconds_count"))
+    assert len(texts) == 1
+    assert [*gaps.values()] == [40, 10]
+
+
+async def test_a_stream_of_a_pod_that_speculates_is_whole():
+    """What comes together is one part or several, and nothing is missing."""
+    asked = {"prompt": "b" * 640, "max_tokens": 30, "ignore_eos": True}
+    async with running_pod() as pod:
+        whole = (await pod.completion(**asked))["choices"][0]["text"]
+    async with running_pod(features=("speculative:acceptance=0.7/0.4",)) as pod:
+        body = {"model": MODEL, "stream": True, **asked}
+        async with pod.client.post(pod.url("/v1/completions"), json=body) as response:
+            lines = (await response.text()).split("\n")
+    parts = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert "".join(part["choices"][0]["text"] for part in parts if part["choices"]) == whole
+
+
+async def test_a_prompt_that_fits_into_no_pass_is_refused():
+    """Where prompts are computed whole: else it would wait for ever, and all behind it."""
+    features = ("whole-prompts",)
+    limits = {"max_num_batched_tokens": 1_024, "chunked_prefill": False}
+    async with running_pod(features=features, **limits) as pod:
+        told = {"model": MODEL, "prompt": "a" * 4 * 1_024, "max_tokens": 1}
+        status, refused = await pod.post("/v1/completions", told)
+        assert status == 400
+        assert "maximum context length is 1024 tokens" in refused["error"]["message"]
+        told["prompt"] = told["prompt"][4:]
+        status, _ = await pod.post("/v1/completions", told)
+        assert status == 200
+
+
+async def test_the_command_line_starts_engines_with_what_it_tells():
+    """As `sim replay` is told."""
+    spelt = ["--engine", "speculative:acceptance=0:1/1+9000:0/0", "--engine", "whole-prompts"]
+    async with sim_serve("--port", "0", "--json", *spelt) as process:
+        told = json.loads(await process.stdout.readline())
+        (pod,) = told["pods"]
+        async with ClientSession() as client:
+            body = {
+                "model": told["model"],
+                "prompt": "a" * 64,
+                "max_tokens": 31,
+                "ignore_eos": True,
+            }
+            async with client.post(f"{pod['url']}/v1/completions", json=body) as response:
+                assert response.status == 200, await response.text()
+            async with client.get(f"{pod['url']}/metrics") as response:
+                page = await response.text()
+    assert re.search(r"^vllm:inter_token_latency_seconds_count\{.*\} 10\.0$", page, re.MULTILINE)
 
 
 async def test_the_page_of_an_idle_pod_is_rendered_once(monkeypatch):

@@ -92,6 +92,37 @@ def test_two_prompts_part_inside_one_of_our_blocks():
     assert followed.keys() == {*keys_of(TOKENS[:256], 64), *keys_of(other, 64)}
 
 
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 24])
+@pytest.mark.parametrize("ours", [16, 64])
+def test_two_prompts_part_inside_a_step(size, ours):
+    """At a page of which nothing of ours ends, in the middle of what was stored in one go."""
+    cut = 72
+    other = [*TOKENS[:cut], *range(120)]
+    followed = Followed(ours).take(
+        run(TOKENS[:240], size),
+        run(other[cut:], size, first=900, parent=100 + cut // size - 1),
+    )
+    assert followed.keys() == {*keys_of(TOKENS[:240], ours), *keys_of(other, ours)}
+    assert not followed.mirror.floating_runs
+
+
+def test_a_prompt_that_goes_on_inside_a_step_is_not_pushed_out_by_another():
+    """Pages of one token, each in a store of its own, as an engine with such pages tells them."""
+    other = [*range(5_000)]
+
+    def told_alone(tokens, first, parent=None):
+        for at, token in enumerate(tokens):
+            yield run([token], 1, first=first + at, parent=first + at - 1 if at else parent)
+
+    followed = Followed().take(
+        *told_alone(TOKENS[:100], 10_000),
+        *told_alone(other, 20_000),
+        *told_alone(TOKENS[100:400], 30_000, parent=10_099),
+    )
+    assert followed.keys() == {*keys_of(TOKENS[:400], 64), *keys_of(other, 64)}
+    assert len(followed.mirror) == 5_400
+
+
 def test_one_of_ours_is_gone_with_the_block_in_which_it_ends():
     """Four of the engine's make one of ours."""
     followed = Followed().take(run(TOKENS[:128], 16), Removed([107]))

@@ -495,7 +495,7 @@ class Mirror:
                 key, inner = other.ends.get(block), other.inner.get(block)
                 tail = other.tails.get(block)
                 taken = 1 if tail is None else self.tail_blocks
-                if room >= taken and not (key is inner is tail is None):
+                if room >= taken and (key is not None or inner is not None or tail is not None):
                     break
             else:
                 self.counts.skipped += 1

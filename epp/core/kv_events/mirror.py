@@ -577,9 +577,9 @@ class Mirror:
         stored = run.stored
         self._floating_bytes -= len(stored.tokens)
         self._floating_runs -= 1
-        for block in stored.hashes:
-            self._floating_at.pop(block, None)
         count = run.count
+        for block in stored.hashes[:count]:
+            self._floating_at.pop(block, None)
         if count == len(stored.hashes):
             return stored
         return Stored(

@@ -298,8 +298,8 @@ class ExactIndex:
         mirror = place.mirror
         cut = mirror.cut
         adapters_before = len(mirror.adapters)
+        before = mirror.rows
         for event in events:
-            before = mirror.rows
             if isinstance(event, Removed):
                 mirror.remove(event, changes)
             elif isinstance(event, Stored):
@@ -307,12 +307,16 @@ class ExactIndex:
                     self._names.adapters_named((event.adapter,))
                     faults.append(Fault.KEYS)
                     continue
+                # How much room there is depends on what came before.
+                rows = mirror.rows
+                self._rows += rows - before
+                before = rows
                 wanted = mirror.tail_blocks * len(event.hashes)
                 mirror.rows_max = len(mirror) + self._room(mirror, wanted)
                 fault = mirror.store(event, changes)
                 if fault is not None:
                     faults.append(fault)
-            self._rows += mirror.rows - before
+        self._rows += mirror.rows - before
         told = self._apply(changes, place)
         self.statistics.evicted_told += told
         if mirror.cut is not cut:

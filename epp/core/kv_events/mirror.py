@@ -177,20 +177,22 @@ class Mirror:
 
     def __len__(self) -> int:
         """Blocks of the engine that are kept, of all tiers and groups; of tails `tail_blocks` each."""
-        kept = self._taken(self.tiers[DEVICE])
-        if len(self.tiers) > 1 or self.groups:
-            kept += sum(self._taken(tier) for name, tier in self.tiers.items() if name != DEVICE)
-            kept += sum(len(group.held) for group in self.groups.values())
-        return kept
-
-    def _taken(self, tier: _Tier) -> int:
-        return len(tier.ends) + len(tier.inner) + self.tail_blocks * len(tier.tails)
+        return self._taken(self.tail_blocks)
 
     @property
     def rows(self) -> int:
-        """What is kept, in rows of the memory plan: one a block, and one for the tokens of a tail."""
-        tails = sum(len(tier.tails) for tier in self.tiers.values())
-        return len(self) + self.tail_blocks * tails
+        """The same in rows of the memory plan: a block of a tail takes one more, for its tokens."""
+        return self._taken(2 * self.tail_blocks)
+
+    def _taken(self, by_tail: int) -> int:
+        device = self.tiers[DEVICE]
+        taken = len(device.ends) + len(device.inner) + by_tail * len(device.tails)
+        if len(self.tiers) > 1 or self.groups:
+            for name, tier in self.tiers.items():
+                if name != DEVICE:
+                    taken += len(tier.ends) + len(tier.inner) + by_tail * len(tier.tails)
+            taken += sum(len(group.held) for group in self.groups.values())
+        return taken
 
     @property
     def floating_runs(self) -> int:

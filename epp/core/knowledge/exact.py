@@ -203,8 +203,8 @@ class ExactIndex:
         self._forgotten: list[_Place] = []
         self._counted = 0
         """The bits of the places whose streams count."""
-        self._blocks = 0
-        """Of the engines, in all mirrors."""
+        self._rows = 0
+        """Of blocks of the engines, in all mirrors."""
         self._memory_share = 1.0
         self._names = ModelNames()
         self._awaiting = False
@@ -305,7 +305,7 @@ class ExactIndex:
     def bytes_estimated(self) -> int:
         """Process memory of the index, from measured constants."""
         keys = sum(map(len, self._tiers.values()))
-        return (keys + self._blocks) * ROW_BYTES + self._recent.bytes_estimated
+        return (keys + self._rows) * ROW_BYTES + self._recent.bytes_estimated
 
     def mirror_of(self, slot: int, rank: int = 0) -> Mirror | None:
         """What the engine in `slot` told of `rank`; None: nothing."""
@@ -328,8 +328,8 @@ class ExactIndex:
         mirror = place.mirror
         cut = mirror.cut
         adapters_before = len(mirror.adapters)
+        before = mirror.rows
         for event in events:
-            before = len(mirror)
             if isinstance(event, Removed):
                 mirror.remove(event, changes)
             elif isinstance(event, Stored):
@@ -337,11 +337,16 @@ class ExactIndex:
                     self._names.adapters_named((event.adapter,))
                     faults.append(Fault.KEYS)
                     continue
-                mirror.rows_max = before + self._room(mirror, len(event.hashes))
+                # How much room there is depends on what came before.
+                rows = mirror.rows
+                self._rows += rows - before
+                before = rows
+                wanted = mirror.tail_blocks * len(event.hashes)
+                mirror.rows_max = len(mirror) + self._room(mirror, wanted)
                 fault = mirror.store(event, changes)
                 if fault is not None:
                     faults.append(fault)
-            self._blocks += len(mirror) - before
+        self._rows += mirror.rows - before
         told = self._apply(changes, place)
         self.statistics.evicted_told += told
         if mirror.cut is not cut:
@@ -378,9 +383,9 @@ class ExactIndex:
         """As `hear`, for whoever has only what came of it."""
         place = self._rank(slot, rank).place or self._new_place(slot, rank)
         place.mirror.engine_block_tokens = engine_block_tokens
-        before = len(place.mirror)
+        before = place.mirror.rows
         place.mirror.adopt(changes)
-        self._blocks += len(place.mirror) - before
+        self._rows += place.mirror.rows - before
         self._apply(changes, place)
 
     def adapters_told(self, names: Collection[str]) -> None:
@@ -444,8 +449,8 @@ class ExactIndex:
     def held(self, request: InferenceRequest, slot: int) -> Held | None:
         """How much of the first prompt of `request` the engine in `slot` said that it holds.
 
-        None: it tells not all that it holds, its blocks are too small to be followed from run to run, or
-        more than the tokens decides what they are: an adapter, a salt.
+        None: it tells not all that it holds, or more than the tokens decides what its blocks are: an
+        adapter, a salt.
         """
         known = self._slots[slot] if slot < len(self._slots) else None
         chains = request.token_chains.get(self.block_tokens)
@@ -456,9 +461,6 @@ class ExactIndex:
         mirrors = [rank.place.mirror for rank in known.ranks if rank.place is not None]
         size = max(mirror.engine_block_tokens for mirror in mirrors)
         if not size or request.cache_salt or self._adapter_of(request) != "":
-            return None
-        if size % mirrors[0].step_tokens:
-            # Of such blocks the mirror does not follow every run to its end.
             return None
         keys = array("Q", chains[0])
         total = self._told_blocks(len(keys), size)
@@ -737,9 +739,6 @@ class ExactIndex:
             return
         mirrors = [rank.place.mirror for rank in known.ranks if rank.place is not None]
         size = max(mirror.engine_block_tokens for mirror in mirrors)
-        if size % mirrors[0].step_tokens:
-            # Of such blocks the mirror does not follow every run to its end.
-            return
         keys = array("Q", chain)
         blocks = self._told_blocks(len(keys), size) if size else len(keys)
         if not blocks or self._any_holds(known, keys[blocks - 1]):
@@ -887,14 +886,14 @@ class ExactIndex:
     def _sweep(self, place: _Place, blocks_max: int) -> int:
         """Take out rows of a forgotten place; return how many blocks went."""
         changes: list[Changed] = []
-        before = len(place.mirror)
-        place.mirror.give_up(blocks_max, changes)
-        self._blocks -= before - len(place.mirror)
+        before = place.mirror.rows
+        given = place.mirror.give_up(blocks_max, changes)
+        self._rows -= before - place.mirror.rows
         self.statistics.evicted_forgotten += self._apply(changes, place)
         if not len(place.mirror):
             self._forgotten.remove(place)
             self._places[place.number] = None
-        return max(1, before - len(place.mirror))
+        return max(1, given)
 
     def _above(self) -> int:
         """Blocks that are too many for the memory limit."""
@@ -919,9 +918,9 @@ class ExactIndex:
             return
         largest = max(places, key=lambda place: len(place.mirror))
         changes: list[Changed] = []
-        before = len(largest.mirror)
-        largest.mirror.give_up(max(blocks, before // GIVEN_UP_SHARE), changes)
-        self._blocks -= before - len(largest.mirror)
+        before = largest.mirror.rows
+        largest.mirror.give_up(max(blocks, len(largest.mirror) // GIVEN_UP_SHARE), changes)
+        self._rows -= before - largest.mirror.rows
         self.statistics.evicted_memory += self._apply(changes, largest)
         self._exact = None
 

@@ -20,7 +20,8 @@ UNLISTED_WEIGHT: Final = 0.5
 """Of a tier that is neither the device nor listed."""
 
 ROW_BYTES: Final = 92
-"""Of a key, with who holds it; and of a block of the engine, with its key. CPython 3.11, measured."""
+"""Of a key, with who holds it; of a block of the engine, with its key; and of the tokens that are kept
+of one that ends inside a step. CPython 3.11, measured."""
 _BYTES: Final = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) *([KMGT]?)(I?)B?", re.IGNORECASE)
 _PREFIXES: Final = ("", "k", "m", "g", "t")
 

@@ -6,8 +6,9 @@ events into keys that are held or gone.
 
 **Steps.** A key stands for a block of `block_tokens` tokens; an engine's block may be shorter, so the
 chain is made in steps of 16 tokens, and where a block of the engine ends inside one of ours, the mirror
-keeps the hash of that step: other prompts go on from there. Of blocks that do not end with a step, only
-the last of a run is kept, with the tokens behind the last step. One of ours is held while the block
+keeps the hash of that step: other prompts go on from there. Of a block that ends inside a step, as most
+pages of one token do, the tokens behind the last step are kept too: a copy for each block, which takes
+less than a reference to what its neighbours have and outlives them. One of ours is held while the block
 of the engine in which it ends is: engines give up the tail of a prompt before its head.
 
 **Copies.** One hash may be in several physical blocks; each copy is stored and removed. An engine whose
@@ -23,6 +24,7 @@ how far a prompt can go that needs all groups at its end.
 """
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -36,8 +38,8 @@ from epp.core.prompt.token_blocks import TOKEN_BYTES, step_tokens_of, token_seed
 FLOATING_RUNS_MAX: Final = 4_096
 FLOATING_BYTES_MAX: Final = 4 * 1024 * 1024
 """Of tokens of runs whose parent is not known: a million."""
-TAILS_MAX: Final = 1_024
-"""Ends of runs whose block size is no multiple of a step."""
+FLOATING_BLOCKS_MAX: Final = 65_536
+"""In these runs: they may have one token each."""
 TIERS_MAX: Final = 8
 GROUPS_MAX: Final = 16
 ADAPTERS_MAX: Final = 4_096
@@ -52,6 +54,10 @@ _LOOKS_BACK_ONE: Final = frozenset({"mamba"})
 _STEP_BITS: Final = 12
 """Of the value of an inner end: steps behind the last key."""
 _STEPS_MASK: Final = (1 << _STEP_BITS) - 1
+_INNER_BYTES: Final = 10
+"""Of such a value before the tokens of a tail."""
+_TAIL_TOKENS_MAX: Final = 48
+"""In a step, for a tail to take about as much memory as a block with its key."""
 
 
 class Changed(Struct, gc=False):
@@ -75,17 +81,15 @@ class MirrorCounts(Struct):
     """Not followed: held elsewhere, hashes without tokens, more than there is room for."""
 
 
-class _Tail(Struct, frozen=True, gc=False):
-    """Where a run ends."""
+class _Start(Struct, frozen=True, gc=False):
+    """Where a run begins."""
 
     key: int
-    """The hash of the last step, or the seed of the chain."""
+    """The hash of the last step, or the seed of the chain; with the media that begin behind it."""
     steps: int
     """Since the last of our keys."""
     rest: bytes = b""
     """The tokens behind the last step."""
-    media: tuple[str, ...] = ()
-    """What begins among them."""
 
 
 class _Floating(Struct, gc=False):
@@ -99,20 +103,22 @@ class _Floating(Struct, gc=False):
 class _Tier:
     """The blocks of one tier, by the engine's hashes."""
 
-    __slots__ = ("copies", "ends", "inner", "more")
+    __slots__ = ("copies", "ends", "inner", "more", "tails")
 
     def __init__(self) -> None:
         self.ends: dict[int, int] = {}
         """Of a block with which one of ours ends -> its key."""
         self.inner: dict[int, int] = {}
         """Of another -> the hash of the last step, shifted, and the number of steps."""
+        self.tails: dict[int, bytes] = {}
+        """Of one that ends inside a step -> the same in bytes, and the tokens behind that step."""
         self.more: dict[int, tuple[int, ...]] = {}
         """Of a block within which some of ours end -> their keys."""
         self.copies: dict[int, int] = {}
         """Of a block that is there more than once -> how often."""
 
     def __len__(self) -> int:
-        return len(self.ends) + len(self.inner)
+        return len(self.ends) + len(self.inner) + len(self.tails)
 
 
 class _Group:
@@ -140,7 +146,7 @@ class Mirror:
     """What one endpoint holds."""
 
     def __init__(self, block_tokens: int, *, rows_max: int) -> None:
-        """`block_tokens`: of ours. `rows_max`: blocks of the engine that are kept; more are not."""
+        """`block_tokens`: of ours. `rows_max`: of `len`; what is more is not kept."""
         self.block_tokens: Final = block_tokens
         self.step_tokens: Final = step_tokens_of(block_tokens)
         self.rows_max = rows_max
@@ -160,8 +166,9 @@ class Mirror:
         self._named: dict[int, int] = {}
         """Hash of a step -> the engine's hash of the block that ends there; where there are groups."""
         self._steps_per_block: Final = block_tokens // self.step_tokens
-        self._tails: dict[int, _Tail] = {}
-        self._floating: dict[int, list[_Floating]] = {}
+        self.tail_blocks: Final = -(-self.step_tokens // _TAIL_TOKENS_MAX)
+        """A block that ends inside a step counts as so many, by the memory that its tokens take."""
+        self._floating: OrderedDict[int, list[_Floating]] = OrderedDict()
         """By the parent that is not known; the oldest first."""
         self._floating_at: dict[int, _Floating] = {}
         """The engine's hash of a block -> the run in which it is."""
@@ -169,13 +176,23 @@ class Mirror:
         self._floating_runs = 0
 
     def __len__(self) -> int:
-        """Blocks of the engine that are kept, of all tiers and groups."""
+        """Blocks of the engine that are kept, of all tiers and groups; of tails `tail_blocks` each."""
+        return self._taken(self.tail_blocks)
+
+    @property
+    def rows(self) -> int:
+        """The same in rows of the memory plan: a block of a tail takes one more, for its tokens."""
+        return self._taken(2 * self.tail_blocks)
+
+    def _taken(self, by_tail: int) -> int:
         device = self.tiers[DEVICE]
-        kept = len(device.ends) + len(device.inner)
+        taken = len(device.ends) + len(device.inner) + by_tail * len(device.tails)
         if len(self.tiers) > 1 or self.groups:
-            kept += sum(len(tier) for name, tier in self.tiers.items() if name != DEVICE)
-            kept += sum(len(group.held) for group in self.groups.values())
-        return kept
+            for name, tier in self.tiers.items():
+                if name != DEVICE:
+                    taken += len(tier.ends) + len(tier.inner) + by_tail * len(tier.tails)
+            taken += sum(len(group.held) for group in self.groups.values())
+        return taken
 
     @property
     def floating_runs(self) -> int:
@@ -247,9 +264,7 @@ class Mirror:
             self.counts.unknown += len(removed.hashes)
             return
         gone: list[int] = []
-        if removed.copies_left is None and not (
-            tier.copies or tier.more or self._tails or self._named
-        ):
+        if removed.copies_left is None and not (tier.copies or tier.more or self._named):
             self._remove_usual(removed, tier, gone)
             if gone:
                 changes.append(Changed(False, removed.tier, gone))
@@ -270,15 +285,15 @@ class Mirror:
             changes.append(Changed(False, removed.tier, gone))
 
     def _remove_usual(self, removed: Removed, tier: _Tier, gone: list[int]) -> None:
-        """As `remove`, where there is nothing but ends and inner ends."""
-        ends, inner = tier.ends, tier.inner
+        """As `remove`, where a block is in one table and nowhere else."""
+        ends, inner, tails = tier.ends, tier.inner, tier.tails
         known = 0
         for block in removed.hashes:
             key = ends.pop(block, None)
             if key is not None:
                 gone.append(key)
                 known += 1
-            elif inner.pop(block, None) is not None:
+            elif inner.pop(block, None) is not None or tails.pop(block, None) is not None:
                 known += 1
             elif block in self._floating_at:
                 self._cut_floating(block)
@@ -296,20 +311,33 @@ class Mirror:
                 for key in changed.keys:
                     tier.ends.pop(key, None)
 
-    def give_up(self, rows: int, changes: list[Changed]) -> int:
-        """Forget at most `rows` blocks of the engine, those that were stored last; return how many."""
+    def give_up(self, blocks: int, changes: list[Changed]) -> int:
+        """Forget `blocks` of `len`, those that were stored last, tails first; return how many."""
         self.cut = True
         given = 0
+        # `popitem` goes by what was deleted at the end of a table once, `reversed` each time.
         for name, tier in reversed(self.tiers.items()):
             gone: list[int] = []
-            for table in (tier.inner, tier.ends):
-                while given < rows and table:
-                    self._drop(next(reversed(table)), tier, gone)
-                    given += 1
+            while given < blocks and tier.tails:
+                self._dropped(tier.tails.popitem()[0], None, tier, gone)
+                given += self.tail_blocks
+            if gone:
+                changes.append(Changed(False, name, gone))
+        for name, tier in reversed(self.tiers.items()):
+            gone = []
+            while given < blocks and tier.inner:
+                block, inner = tier.inner.popitem()
+                self._dropped(block, inner >> _STEP_BITS, tier, gone)
+                given += 1
+            while given < blocks and tier.ends:
+                block, key = tier.ends.popitem()
+                gone.append(key)
+                self._dropped(block, key, tier, gone)
+                given += 1
             if gone:
                 changes.append(Changed(False, name, gone))
         for group in self.groups.values():
-            while given < rows and group.held:
+            while given < blocks and group.held:
                 group.held.popitem()
                 given += 1
         return given
@@ -341,22 +369,26 @@ class Mirror:
 
     # Chains.
 
-    def _start_of(self, stored: Stored) -> _Tail | None:
+    def _start_of(self, stored: Stored) -> _Start | None:
         """Where the run begins; None: its parent is not known."""
         parent = stored.parent
         if parent is None:
             salt = stored.extras[0].salt if stored.extras else ""
-            return _Tail(token_seed(stored.adapter, salt), 0)
+            return _Start(token_seed(stored.adapter, salt), 0)
         for tier in self.tiers.values():
             key = tier.ends.get(parent)
             if key is not None:
-                return _Tail(key, 0)
+                return _Start(key, 0)
             inner = tier.inner.get(parent)
             if inner is not None:
-                return _Tail(inner >> _STEP_BITS, inner & _STEPS_MASK)
-        return self._tails.get(parent)
+                return _Start(inner >> _STEP_BITS, inner & _STEPS_MASK)
+            tail = tier.tails.get(parent)
+            if tail is not None:
+                inner = int.from_bytes(tail[:_INNER_BYTES], "little")
+                return _Start(inner >> _STEP_BITS, inner & _STEPS_MASK, tail[_INNER_BYTES:])
+        return None
 
-    def _follow(self, stored: Stored, start: _Tail, tier: _Tier) -> list[int]:
+    def _follow(self, stored: Stored, start: _Start, tier: _Tier) -> list[int]:
         """Note each block of the run, which begins at `start`; return the keys that are new."""
         size = stored.block_tokens
         self.engine_block_tokens = max(self.engine_block_tokens, size)
@@ -371,7 +403,7 @@ class Mirror:
         return new
 
     def _follow_even(
-        self, stored: Stored, start: _Tail, tier: _Tier, steps: int, room: int, new: list[int]
+        self, stored: Stored, start: _Start, tier: _Tier, steps: int, room: int, new: list[int]
     ) -> None:
         """Some blocks of the engine make one of ours."""
         step_bytes = self.step_tokens * TOKEN_BYTES
@@ -405,84 +437,72 @@ class Mirror:
         self.counts.stored += kept
 
     def _follow_odd(
-        self, stored: Stored, start: _Tail, tier: _Tier, room: int, new: list[int]
+        self, stored: Stored, start: _Start, tier: _Tier, room: int, new: list[int]
     ) -> None:
         """Blocks of the engine that are no part of ours, or that have more than tokens."""
         step_bytes = self.step_tokens * TOKEN_BYTES
         block_bytes = stored.block_tokens * TOKEN_BYTES
-        key, at = start.key, start.steps
-        rest = start.rest
-        # What begins in the tokens that are not hashed yet: (byte, identifier).
-        begins = [(0, identifier) for identifier in start.media]
-        last = len(stored.hashes) - 1
+        end = len(start.rest)
+        tokens = start.rest + stored.tokens
+        begins = _begins(stored, end, step_bytes) if stored.extras else {}
+        keys = _chain(tokens, start.key, step_bytes, begins)
+        ends, inner, tails = tier.ends, tier.inner, tier.tails
+        done, kept, per_block = 0, 0, self._steps_per_block
         for number, block in enumerate(stored.hashes):
-            if stored.extras:
-                for identifier, offset in stored.extras[number].media:
-                    begins.append((len(rest) + offset * TOKEN_BYTES, identifier))
-            rest += stored.tokens[number * block_bytes : (number + 1) * block_bytes]
-            ended: list[int] = []
-            while len(rest) >= step_bytes:
-                here = [identifier for byte, identifier in begins if byte < step_bytes]
-                begins = [
-                    (byte - step_bytes, identifier)
-                    for byte, identifier in begins
-                    if byte >= step_bytes
-                ]
-                key = xxhash.xxh64_intdigest(rest[:step_bytes], with_media(key, here))
-                rest = rest[step_bytes:]
-                at += 1
-                if at == self._steps_per_block:
-                    at = 0
-                    ended.append(key)
-            if block in tier.ends or block in tier.inner or block in tier.more:
+            end += block_bytes
+            steps, rest = divmod(end, step_bytes)
+            first, done = done + 1, steps
+            if block in ends or block in inner or block in tails:
                 self._once_more(block, tier)
                 continue
-            if room <= 0:
+            taken = self.tail_blocks if rest else 1
+            if room < taken:
                 self.cut = True
                 self.counts.skipped += 1
                 continue
-            room -= 1
-            self.counts.stored += 1
+            kept += 1
+            room -= taken
+            # Those of ours that end within the block.
+            ended = keys[first + -(start.steps + first) % per_block : steps + 1 : per_block]
             new += ended
-            media = tuple(identifier for _, identifier in begins)
-            ends = _Tail(key, at, rest, media)
-            self._note_odd(block, ends, ended, tier, last=number == last)
-
-    def _note_odd(
-        self, block: int, ends: _Tail, ended: list[int], tier: _Tier, *, last: bool
-    ) -> None:
-        """Note where a block of the engine ends, and which of ours end within it."""
-        if ends.rest:
-            if last:
-                self._tails[block] = ends
-                if len(self._tails) > TAILS_MAX:
-                    del self._tails[next(iter(self._tails))]
-        else:
-            if ends.steps:
-                tier.inner[block] = ends.key << _STEP_BITS | ends.steps
+            at = (start.steps + steps) % per_block
+            key = keys[steps]
+            if rest:
+                if steps in begins:
+                    key = with_media(
+                        key, (each for where, each in begins[steps] if where <= number)
+                    )
+                head = (key << _STEP_BITS | at).to_bytes(_INNER_BYTES, "little")
+                tails[block] = head + tokens[end - rest : end]
             else:
-                tier.ends[block] = ended.pop()
-            if self.groups:
-                self._named[ends.key] = block
-        if ended:
-            tier.more[block] = tuple(ended)
+                if at:
+                    inner[block] = key << _STEP_BITS | at
+                else:
+                    ends[block] = ended.pop()
+                if self.groups:
+                    self._named[key] = block
+            if ended:
+                tier.more[block] = tuple(ended)
+        self.counts.stored += kept
 
     def _store_hashes(self, stored: Stored, tier: _Tier, changes: list[Changed]) -> None:
         """Blocks without tokens: those that another tier has told are known by it."""
         keys: list[int] = []
         room = self.rows_max - len(self)
         for block in stored.hashes:
-            if block in tier.ends or block in tier.inner:
+            if block in tier.ends or block in tier.inner or block in tier.tails:
                 self._once_more(block, tier)
                 continue
             for other in self.tiers.values():
                 key, inner = other.ends.get(block), other.inner.get(block)
-                if room > 0 and (key is not None or inner is not None):
+                tail = other.tails.get(block)
+                taken = 1 if tail is None else self.tail_blocks
+                if room >= taken and (key is not None or inner is not None or tail is not None):
                     break
             else:
                 self.counts.skipped += 1
                 continue
-            room -= 1
+            room -= taken
             self.counts.stored += 1
             more = other.more.get(block)
             if more:
@@ -493,6 +513,8 @@ class Mirror:
                 keys.append(key)
             elif inner is not None:
                 tier.inner[block] = inner
+            elif tail is not None:
+                tier.tails[block] = tail
         if keys:
             changes.append(Changed(True, stored.tier, keys))
 
@@ -509,28 +531,26 @@ class Mirror:
 
     def _drop(self, block: int, tier: _Tier, gone: list[int]) -> bool:
         """`block` is held no more; False: it was not known."""
-        if tier.copies:
-            tier.copies.pop(block, None)
-        known = False
         step = tier.ends.pop(block, None)
         if step is not None:
             gone.append(step)
-            known = True
         else:
             inner = tier.inner.pop(block, None)
             if inner is not None:
                 step = inner >> _STEP_BITS
-                known = True
+            elif tier.tails.pop(block, None) is None:
+                return False
+        self._dropped(block, step, tier, gone)
+        return True
+
+    def _dropped(self, block: int, step: int | None, tier: _Tier, gone: list[int]) -> None:
+        """What is kept beside the row of `block`, which ended with `step`, goes with it."""
+        if tier.copies:
+            tier.copies.pop(block, None)
         if tier.more:
-            more = tier.more.pop(block, None)
-            if more is not None:
-                gone += more
-                known = True
-        if self._tails and self._tails.pop(block, None) is not None:
-            known = True
+            gone += tier.more.pop(block, ())
         if step is not None and self._named:
             self._named.pop(step, None)
-        return known
 
     # Runs whose parent is not known.
 
@@ -545,9 +565,13 @@ class Mirror:
         at.update(dict.fromkeys(stored.hashes, run))
         self._floating_bytes += len(stored.tokens)
         self._floating_runs += 1
-        while self._floating_runs > FLOATING_RUNS_MAX or self._floating_bytes > FLOATING_BYTES_MAX:
-            oldest = next(iter(self._floating))
-            for gone in self._floating.pop(oldest):
+        while (
+            self._floating_runs > FLOATING_RUNS_MAX
+            or self._floating_bytes > FLOATING_BYTES_MAX
+            or len(at) > FLOATING_BLOCKS_MAX
+        ):
+            _, oldest = self._floating.popitem(last=False)
+            for gone in oldest:
                 self._attached(gone)
 
     def _attached(self, run: _Floating) -> Stored:
@@ -555,9 +579,9 @@ class Mirror:
         stored = run.stored
         self._floating_bytes -= len(stored.tokens)
         self._floating_runs -= 1
-        for block in stored.hashes:
-            self._floating_at.pop(block, None)
         count = run.count
+        for block in stored.hashes[:count]:
+            self._floating_at.pop(block, None)
         if count == len(stored.hashes):
             return stored
         return Stored(
@@ -575,8 +599,11 @@ class Mirror:
     def _cut_floating(self, block: int) -> None:
         """What follows `block` in its run leads nowhere any more."""
         run = self._floating_at[block]
-        run.count = min(run.count, run.stored.hashes.index(block))
-        for gone in run.stored.hashes[run.count :]:
+        gone = None
+        # From the end, so that each block of a run is gone by once, in whatever order they go.
+        while gone != block:
+            run.count -= 1
+            gone = run.stored.hashes[run.count]
             self._floating_at.pop(gone, None)
 
     # Groups.
@@ -620,3 +647,34 @@ class Mirror:
         for tier in self.tiers.values():
             self._named.update((key, block) for block, key in tier.ends.items())
             self._named.update((key >> _STEP_BITS, block) for block, key in tier.inner.items())
+
+
+def _begins(stored: Stored, behind: int, step_bytes: int) -> dict[int, list[tuple[int, str]]]:
+    """Step, of those from the one that the run finds open -> (block in the run, medium that begins).
+
+    `behind`: bytes of that step before the run.
+    """
+    begins: dict[int, list[tuple[int, str]]] = {}
+    for number, extra in enumerate(stored.extras):
+        for identifier, offset in extra.media:
+            at = behind + (number * stored.block_tokens + offset) * TOKEN_BYTES
+            begins.setdefault(at // step_bytes, []).append((number, identifier))
+    return begins
+
+
+def _chain(
+    tokens: bytes, seed: int, step_bytes: int, begins: dict[int, list[tuple[int, str]]]
+) -> list[int]:
+    """`seed`, and the hash of each whole step behind it."""
+    steps = len(tokens) // step_bytes
+    keys = [seed]
+    if not begins:
+        if steps:
+            chain = hash_blocks(tokens, seed=seed, block_bytes=step_bytes, blocks_max=steps)
+            keys += array("Q", chain)
+        return keys
+    for step in range(steps):
+        seed = with_media(seed, (each for _, each in begins.get(step, ())))
+        seed = xxhash.xxh64_intdigest(tokens[step * step_bytes : (step + 1) * step_bytes], seed)
+        keys.append(seed)
+    return keys

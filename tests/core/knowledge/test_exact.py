@@ -185,7 +185,7 @@ def stored(index, given, slot=0):
 
 @pytest.mark.parametrize(("size", "tokens", "blocks"), [
     (64, 512, 8), (64, 513, 8), (16, 540, 8), (128, 512, 8), (128, 640, 10), (128, 500, 6),
-    (256, 767, 8), (48, 200, 3),
+    (256, 767, 8), (48, 200, 3), (1, 512, 8), (8, 541, 8), (24, 540, 7),
 ])  # fmt: skip
 def test_an_engine_holds_all_of_a_prompt_that_it_has_computed(size, tokens, blocks):
     """As far as its blocks go; that is how the ids are compared."""
@@ -218,8 +218,6 @@ def test_where_more_or_less_than_ids_decides_nothing_is_compared():
         request(prompts=(bytes(1_024),)),
     ):
         assert stored(index, given) is None
-    index.hear(2, [run(TOKENS[:512], 8)], 0.0)
-    assert stored(index, asked(TOKENS[:512]), slot=2) is None
     for state, complete in ((LIVE, False), (STALE, True), (REPLAYING, True)):
         index.set_stream(0, state, complete=complete)
         assert stored(index, asked(TOKENS[:512])) is None
@@ -511,6 +509,72 @@ def test_memory_is_what_is_estimated(pods, bytes_max):
     assert index.entries == pods * blocks
     assert grown / (pods * blocks) <= bytes_max
     assert 0.8 * grown <= index.bytes_estimated <= 1.4 * grown
+
+
+@pytest.mark.parametrize(
+    ("size", "ours"), [(1, 16), (1, 64), (4, 64), (15, 16), (1, 100), (16, 1_000)]
+)
+@pytest.mark.parametrize("in_a_row", [1, 1_024])
+def test_memory_of_small_pages_is_what_is_estimated(size, ours, in_a_row):
+    """Told one by one, each from the start or behind the one before, or in long runs."""
+    for chained in (True, False):
+        index = opened(ours, live=range(1))
+        dice = Random(3)
+        blocks = 8_192
+        tokens = packed([dice.getrandbits(17) for _ in range(blocks * size)])
+        hashes = [dice.getrandbits(64) for _ in range(blocks)]
+        stores = []
+        for start in range(0, blocks, in_a_row):
+            parent = hashes[start - 1] if start and chained else None
+            piece = tokens[start * size * 4 : (start + in_a_row) * size * 4]
+            names = msgspec.msgpack.encode(hashes[start : start + in_a_row])
+            stores.append((names, parent, piece))
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        for names, parent, piece in stores:
+            index.hear(0, [Stored(msgspec.msgpack.decode(names), parent, piece, size)], 0.0)
+        grown = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.stop()
+        assert index.mirror_of(0).counts.stored == blocks
+        assert 0.9 * grown <= index.bytes_estimated
+
+
+def test_an_engine_with_small_pages_stays_within_its_memory():
+    """A hundred thousand pages of one token: in long runs, alone, in branches, removed in any order."""
+    dice = Random(5)
+    limit = 2 * ROW_BYTES * 4_000
+    index = opened(16, memory_max_bytes=limit)
+    for turn in range(400):
+        tokens = [dice.getrandbits(17) for _ in range(250)]
+        first = 1_000 * turn
+        events = [run(tokens, 1, first=first)]
+        for at, token in enumerate(tokens[:20]):
+            events.append(
+                run([token], 1, first=first + 500 + at, parent=first + dice.randrange(250))
+            )
+        removed = [dice.randrange(first + 250) for _ in range(100)]
+        index.hear(turn % SLOTS, [*events, Removed(removed)], 0.0)
+        assert index.bytes_estimated <= limit
+        index.expire(0.0)
+    assert index.match(asked(TOKENS), SLOTS, 0.0).columns[EXACT].tolist() == [0.0] * SLOTS
+    for slot in range(SLOTS):
+        index.forget(slot)
+    for _ in range(8):
+        index.expire(0.0)
+    assert index.bytes_estimated == index.entries == 0
+
+
+def test_a_prompt_that_is_told_in_small_pages_is_awaited_as_any_other():
+    """What was decided and is not told counts until it is, and no longer."""
+    index = opened()
+    given = asked(TOKENS[:300])
+    index.hear(0, [run(TOKENS[900:1000], 1, first=5_000)], 0.0)
+    index.record(given, 0, 10.0)
+    assert held(index, given, 14.0) == [4, 0, 0]
+    index.hear(0, [run(TOKENS[:300], 1)], 14.0)
+    assert held(index, given, 15.0) == [4, 0, 0]
+    index.hear(0, [Removed([*range(399, 99, -1)])], 15.0)
+    assert held(index, given, 30.0) == [0, 0, 0]
 
 
 # What a real engine did.

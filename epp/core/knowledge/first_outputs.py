@@ -72,23 +72,21 @@ class FirstOutputs:
 
         `since_s`: how long the last page is ago; inf: there was none.
         """
-        in_order = metrics.adapters is None
-        if (
-            metrics.first_outputs_total == self._count
-            and in_order
-            and since_s <= PAGE_S_MAX
-            and not (self._known or self._late or self._doubted)
-        ):
-            # Most pages: all of what follows would come to this.
-            self.counted = self._silent < SILENT_MAX
-            self._see(metrics, inflight_requests)
-            return 0
-        before, self._count = self._count, metrics.first_outputs_total if in_order else math.nan
-        rise = self._count - before
+        before = self._count
+        count = self._count = metrics.first_outputs_total if metrics.adapters is None else math.nan
+        rise = count - before
         if isnan(rise) or since_s > PAGE_S_MAX:
             self.counted = False
             self._known = self._late = self._silent = 0
             self._rest = 0.0
+            return 0
+        there = metrics.running_requests + metrics.waiting_requests
+        if 0.0 < there < math.inf:
+            self._ours = self._ours * _KEPT + inflight_requests
+            self._all = self._all * _KEPT + there
+        if rise == 0.0 and not (self._known or self._late or self._doubted):
+            # Most pages: all of what follows would come to this.
+            self.counted = self._silent < SILENT_MAX
             return 0
         if rise < 0.0:
             self._doubted = RISES_AFTER_FALL
@@ -98,7 +96,6 @@ class FirstOutputs:
         self.counted = not self._doubted and self._silent < SILENT_MAX
         # A page may tell infinity.
         counted = min(max(rise, 0.0), RISE_MAX)
-        self._see(metrics, inflight_requests)
         ours = self._rest + counted * self._share()
         expected = self._known + self._late
         whole = int(min(ours, expected + inflight_requests))
@@ -107,12 +104,6 @@ class FirstOutputs:
         self._known = 0
         self._rest = ours - whole if ours - whole < 1.0 else 0.0
         return whole - shown if self.counted else 0
-
-    def _see(self, metrics: EndpointMetrics, inflight_requests: int) -> None:
-        there = metrics.running_requests + metrics.waiting_requests
-        if 0.0 < there < math.inf:
-            self._ours = self._ours * _KEPT + inflight_requests
-            self._all = self._all * _KEPT + there
 
     def _share(self) -> float:
         """Of the requests that the last pages showed, those of ours; 1 where they do not tell."""

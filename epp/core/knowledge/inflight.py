@@ -296,17 +296,18 @@ class InflightLedger:
             if isnan(metrics.first_outputs_total):
                 return
             backlog = self._open_backlog(slot)
-        columns = self._columns
+        columns, first_outputs = self._columns, backlog.first_outputs
+        since_s, backlog.scraped_at_s = now - backlog.scraped_at_s, now
         idle = not (backlog.queue or backlog.drained)
         if idle:
             # Rounding of what was moved away must not leave a ghost.
             columns.prefill_backlog_tokens[slot] = 0.0
-        else:
+        elif not first_outputs.counted or since_s > PAGE_S_MAX:
             self._drain(slot, now)
-        since_s, backlog.scraped_at_s = now - backlog.scraped_at_s, now
         inflight_requests = columns.inflight_requests.item(slot)
-        released = backlog.first_outputs.scraped(metrics, inflight_requests, since_s=since_s)
-        if not backlog.first_outputs.counted:
+        released = first_outputs.scraped(metrics, inflight_requests, since_s=since_s)
+        if not first_outputs.counted:
+            self._drain(slot, now)
             if backlog.shown_at_s == -math.inf:
                 backlog.drained.clear()
                 self._believe_speed(slot, backlog)
@@ -314,6 +315,8 @@ class InflightLedger:
         if idle:
             backlog.busy_since_s = -math.inf
             return
+        # What has drained since is restored with the rest.
+        columns.prefill_drained_at_s[slot] = now
         left = columns.prefill_backlog_tokens.item(slot) + backlog.restore()
         computed = backlog.release(released)
         self._take_stock(slot, backlog, left - computed, computed, now)
@@ -326,7 +329,7 @@ class InflightLedger:
         # Less than a token is rounding.
         busy = left >= 1.0
         busy_s = now - backlog.busy_since_s
-        if busy and busy_s <= BUSY_S_MAX:
+        if busy and 0.0 <= busy_s <= BUSY_S_MAX:
             backlog.speed.worked(computed, busy_s)
             columns.prefill_drain_tokens_per_s[slot] = backlog.speed.tokens_per_s
         backlog.busy_since_s = now if busy else -math.inf
@@ -455,6 +458,9 @@ class InflightLedger:
         """Let `slot` have prefilled since it was last looked at, the oldest prompt first."""
         columns = self._columns
         elapsed_s = now - columns.prefill_drained_at_s.item(slot)
+        if elapsed_s < 0.0:
+            # A page is told of later than it was read: nothing is computed backwards.
+            return
         done = elapsed_s * columns.prefill_drain_tokens_per_s.item(slot)
         columns.prefill_drained_at_s[slot] = now
         backlog = self._backlogs.get(slot)

@@ -277,6 +277,18 @@ def test_what_was_seen_by_chunks_or_ends_is_not_released_twice():
     assert there.left(0.2) == 100.0
 
 
+@pytest.mark.parametrize("counts", [40.0, math.nan], ids=["counted", "not counted"])
+def test_a_page_that_is_heard_of_late_leaves_no_ghost_of_what_is_computed(counts):
+    """It was read before the first output was seen, and is told after it: the prompt stays computed."""
+    ledger, columns = ledger_of()
+    for read_at_s in (-0.1, 0.0):
+        ledger.scraped(0, EndpointMetrics(first_outputs_total=counts), read_at_s)
+    held = lease(ledger)
+    ledger.first_output(held, 0.6)
+    ledger.scraped(0, EndpointMetrics(first_outputs_total=counts), 0.2)
+    assert (held.prefill_tokens, columns.prefill_backlog_tokens[0]) == (0.0, 0.0)
+
+
 def test_a_request_that_failed_at_once_releases_itself_alone():
     """No output will be counted for it, and it does not make the endpoint fast."""
     there = Counted()

@@ -112,9 +112,11 @@ class Gateway:
 
     def _hold(self, request: SimulatedRequest, parsed: InferenceRequest) -> None:
         """Place `request` now, or when its picker lets it go."""
-        request.wait = self._pickers.hold(request, parsed, partial(self._let_go, request))
-        if request.wait is None:
-            self._place(request, parsed)
+        if self._pickers.may_hold(request):
+            request.wait = self._pickers.hold(request, parsed, partial(self._let_go, request))
+            if request.wait is not None:
+                return
+        self._place(request, parsed)
 
     def _let_go(self, request: SimulatedRequest, resolution: Resolution) -> None:
         """Its picker holds `request` no longer."""

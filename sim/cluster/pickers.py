@@ -72,6 +72,12 @@ class Pickers:
 
     # What is asked of them.
 
+    def may_hold(self, request: SimulatedRequest) -> bool:
+        """Whether its picker has, or ever would have, anybody wait."""
+        replica = request.replica
+        assert replica is not None
+        return self.policies[replica].may_hold or bool(self._lines[replica])
+
     def hold(
         self, request: SimulatedRequest, parsed: InferenceRequest, resume: Resume
     ) -> Wait | None:

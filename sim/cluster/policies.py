@@ -92,6 +92,11 @@ class Policy(Protocol):
         """A scrape of `endpoint` got no connection."""
         ...
 
+    @property
+    def may_hold(self) -> bool:
+        """False: it has nobody wait, and need not be asked."""
+        ...
+
     def holds(self, request: InferenceRequest, now: Seconds) -> bool:
         """Whether `request` is to wait before it is routed."""
         ...
@@ -145,6 +150,10 @@ class SchedulerPolicy:
         slot = self.scheduler.pool.slot_of(endpoint)
         if slot is not None:
             self.scheduler.take(ScrapeFailed(slot=slot, answered=False), now)
+
+    @property
+    def may_hold(self) -> bool:
+        return self.scheduler.may_hold
 
     def holds(self, request: InferenceRequest, now: Seconds) -> bool:
         return self.scheduler.holds(request, now)
@@ -216,8 +225,12 @@ class Baseline:
     def refused(self, endpoint: Endpoint, now: Seconds) -> None:
         """A baseline does not look at metrics."""
 
-    def holds(self, request: InferenceRequest, now: Seconds) -> bool:
+    @property
+    def may_hold(self) -> bool:
         """A baseline has nobody wait."""
+        return False
+
+    def holds(self, request: InferenceRequest, now: Seconds) -> bool:
         return False
 
     def route(self, request: InferenceRequest, now: Seconds) -> Route | Refusal:

@@ -20,6 +20,9 @@ from sim.cluster.windows import Duration, Instant, Numbers, Share, check_window
 SCRAPE_JITTER: Final = 0.1
 SCRAPE_TIMEOUT_S: Final = 1.0
 """Both: as `epp/shell/engines/scrape` has them."""
+_LEAST: Final = 1 - SCRAPE_JITTER
+_SPREAD: Final = 2 * SCRAPE_JITTER
+"""A pause is so much of the interval, and a share of this besides."""
 
 Read: TypeAlias = tuple[Seconds, EndpointMetrics | None]
 """When the picker has read a page, and what it says; None: there was no connection."""
@@ -79,7 +82,7 @@ class Scraper:
         self._troubles = troubles
         # Draws for the losses must not move those for the jitter.
         self._random_loss = Random(random.getrandbits(64)) if troubles else random
-        self._jitter = 1 - SCRAPE_JITTER + 2 * SCRAPE_JITTER * random.random()
+        self._jitter = _LEAST + _SPREAD * random.random()
         # Spread, as in production, or all pods would be asked at one instant.
         self.next_at: Seconds = now + random.random() * interval_s
         self._pages: deque[Read] = deque()
@@ -94,19 +97,19 @@ class Scraper:
         """Do the scrapes due before `now`; since the last of them the pod has not changed."""
         pod, at, delay_s = self.pod, self.next_at, self._delay_s
         interval_s, jitter, random = self._interval_s, self._jitter, self._random.random
-        pages = self._pages
+        pages, troubles, alive = self._pages, self._troubles, pod.alive
         replaced: Seconds | None = None
         while at < now:
             read_at = at + delay_s
-            trouble = self._trouble_at(at) if self._troubles else None
-            if trouble is not None and pod.alive:
+            trouble = self._trouble_at(at) if troubles else None
+            if trouble is not None and alive:
                 if replaced is not None:
                     self._keep(replaced)
                     replaced = None
                 at += self._ask_in_trouble(trouble, at, interval_s * jitter)
-                jitter = 1 - SCRAPE_JITTER + 2 * SCRAPE_JITTER * random()
+                jitter = _LEAST + _SPREAD * random()
                 continue
-            if not pod.alive:
+            if not alive:
                 # Each refusal counts.
                 pages.append((read_at, None))
             elif read_at <= now:
@@ -117,7 +120,7 @@ class Scraper:
                     replaced = None
                 pages.append((read_at, pod.page(at)))
             at += interval_s * jitter
-            jitter = 1 - SCRAPE_JITTER + 2 * SCRAPE_JITTER * random()
+            jitter = _LEAST + _SPREAD * random()
         if replaced is not None:
             self._keep(replaced)
         self.next_at = at

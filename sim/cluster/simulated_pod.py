@@ -279,6 +279,9 @@ class SimulatedPod:
             self.ranks[0] if len(self.ranks) == 1 else RankedEngine(self.ranks)
         )
         self.engine.slowness = self._slowness
+        advertised = kind.advertised_blocks
+        each = kind.engine.blocks_total if advertised is None else advertised
+        self._advertised_blocks = len(self.ranks) * each
         if self._tells:
             self.events = tuple(EventLog(kind.engine.block_size_tokens) for _ in self.ranks)
             for rank, log in zip(self.ranks, self.events, strict=True):
@@ -329,10 +332,11 @@ class SimulatedPod:
         self._catch_up()
         step = self.engine.end()
         self._count(step)
-        for rank, log in zip(self.ranks, self.events, strict=False):
-            # What a rank does in a step of its own is told when that has ended.
-            if rank.ends_at is None:
-                log.end_step(self._loop.now)
+        if self.events:
+            for rank, log in zip(self.ranks, self.events, strict=True):
+                # What a rank does in a step of its own is told when that has ended.
+                if rank.ends_at is None:
+                    log.end_step(self._loop.now)
         self._due = None
         if self.leaving:
             self.leaving = self.engine.leaving
@@ -358,15 +362,13 @@ class SimulatedPod:
         if self.engine.passes > 1:
             # Nobody came and nobody left, but the answers grew.
             usage = self.engine.kv_cache_usage(at)
-        settings, advertised = self.kind.engine, self.kind.advertised_blocks
         return EndpointMetrics(
             waiting_requests=self._shown_waiting,
             running_requests=self._shown_running,
             kv_cache_usage=usage,
             adapters=self._shown_adapters,
-            block_size_tokens=settings.block_size_tokens,
-            blocks_total=len(self.ranks)
-            * (settings.blocks_total if advertised is None else advertised),
+            block_size_tokens=self.kind.engine.block_size_tokens,
+            blocks_total=self._advertised_blocks,
             process_started_at_s=self._started_at,
             requests_total=self._requests,
             cache_queried_tokens=self._queried_tokens,

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from random import Random
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import numpy as np
 from msgspec import Struct, structs
@@ -165,7 +165,7 @@ class Decision(Struct, frozen=True, kw_only=True):
         return found
 
 
-class _Offered(NamedTuple):
+class _Offered(Struct, frozen=True):
     """Who was there before the ranking."""
 
     ready: int
@@ -274,12 +274,17 @@ class Scheduler:
         self.witness.decided(request, decision, now)
         return decision
 
+    @property
+    def may_hold(self) -> bool:
+        """Whether any plugin has requests wait."""
+        return bool(self.settings.profile.holders)
+
     def holds(self, request: InferenceRequest, now: Seconds) -> bool:
         """Whether plugins have `request` wait, where it can; `schedule` places it all the same.
 
         Never where nobody is ready: `schedule` says so at once.
         """
-        if not self.settings.profile.holders:
+        if not self.may_hold:
             return False
         slots = self.pool.ready(request.subset, now)
         if not len(slots):
@@ -657,10 +662,13 @@ class Scheduler:
                 failures=self.shadow_failures,
             )
 
-    def _note_session(self, scorer: GoesBySessions, request: InferenceRequest) -> None:
-        session = scorer.session_of(request)
-        if session:
-            self._session_returns.note(session)
+    def _note_session(self, name: str, scorer: GoesBySessions, request: InferenceRequest) -> None:
+        try:
+            session = scorer.session_of(request)
+            if session:
+                self._session_returns.note(session)
+        except BaseException as error:  # noqa: BLE001  the boundary of a plugin
+            self.failures.raised(name, "session_of", error)
 
     # What indexes are asked, and what is done where they fail.
 
@@ -749,7 +757,7 @@ class Scheduler:
             replicas_unheard=self.replicas_unheard,
             sessions_return=self._session_returns.expected,
             session_tokens=self.settings.session_tokens,
-            cold=prefix is None or not prefix.matched[prefix.matched.argmax()],
+            cold=prefix is None or not prefix.matched.item(prefix.matched.argmax()),
             token_ids=request.moment.token_ids,
             token_media=request.moment.token_media,
         )
@@ -824,8 +832,7 @@ class Scheduler:
         for name, index in self.indexes.items():
             self._record(name, index, lease, slot, now)
         if self._by_sessions is not None:
-            name, scorer = self._by_sessions
-            self.failures.call(name, "session_of", self._note_session, scorer, request)
+            self._note_session(*self._by_sessions, request)
         kept = lease.request = request.without_prompts()
         if self.sent is not None:
             self.sent.append(Sent(kept, slot, now))

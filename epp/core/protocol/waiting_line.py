@@ -48,7 +48,7 @@ class WaitingLine:
     def admit(self) -> None:
         """Let go, oldest first, whom nothing holds, until one is held."""
         # What is placed may end something, and who hears of that asks again.
-        if self._admitting:
+        if self._admitting or not self._places:
             return
         self._admitting = True
         try:

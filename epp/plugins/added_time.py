@@ -215,7 +215,7 @@ class AddedTime(Parameters, frozen=True):
         """
         capacity = candidates.kv_capacity_tokens
         used = candidates.kv_cache_usage
-        if old is not None or isnan(np.add.reduce(capacity)) or isnan(np.add.reduce(used)):
+        if old is not None or _any_unknown(capacity) or _any_unknown(used):
             # Nobody tells: nothing is over, below.
             capacity = _told(capacity, old, np.nan)
             used = _told(used, old, np.nan)
@@ -229,10 +229,10 @@ class AddedTime(Parameters, frozen=True):
             held = np.fmin(waiting, _HELD_UP_MAX, out=waiting)
             held *= to_compute
             over += held
-        elif np.fmax.reduce(over) > 0.0:
-            np.maximum(over, _NOTHING, out=over)
-        else:
+        elif over.item(over.argmax()) <= 0.0:
             return
+        else:
+            np.maximum(over, _NOTHING, out=over)
         decoding += np.array(decode_tokens * STEP_TOKENS)
         decoding /= capacity
         over *= decoding
@@ -296,11 +296,16 @@ def _told(column: Floats, old: Bools | None, nobody: float = 0.0) -> Floats:
     """
     if old is not None:
         column[old] = np.nan
-    elif not isnan(np.add.reduce(column)):
+    elif not _any_unknown(column):
         return column
     unknown = np.isnan(column)
     column[unknown] = nobody if unknown.all() else np.median(column[~unknown])
     return column
+
+
+def _any_unknown(column: Floats) -> bool:
+    # Where there is a NaN, argmax leads to it, at a third of what a sum takes at the length of a pool.
+    return isnan(column.item(column.argmax()))
 
 
 def _old(candidates: Candidates) -> Bools | None:

@@ -120,7 +120,9 @@ class Leg(Ranking, frozen=True, kw_only=True, dict=True):
     @property
     def eliminated(self) -> Mapping[str, int]:
         """Name of the filter -> how many endpoints it dropped."""
-        return {name: len(slots) for name, slots in self.dropped.items()}
+        dropped = self.dropped
+        # Mostly none, and asked for with each decision.
+        return {name: len(slots) for name, slots in dropped.items()} if dropped else {}
 
     @_FoundOnce
     def numbers(self) -> tuple[float, ...]:

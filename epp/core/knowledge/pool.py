@@ -166,7 +166,8 @@ class EndpointPool:
         member.asleep = metrics.asleep
         member.failures = 0
         member.set_aside_at_s = None
-        self._mark_answered(slot, member)
+        if member.unanswered:
+            self._mark_answered(slot, member)
         columns.saturated[slot] = False
         columns.observed_at_s[slot] = now
         columns.unreported_requests[slot] = 0

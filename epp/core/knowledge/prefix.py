@@ -681,8 +681,10 @@ class PrefixIndex:
             return 0
         self.statistics.known_from_peers += learnt
         self._enqueue(slot, stamp, parent)
-        self._fit(slot)
-        self._shrink(_SHRINK_HOLDINGS_MAX)
+        if slot.blocks > slot.capacity_blocks:
+            self._fit(slot)
+        if self.bytes_estimated > self._memory_max_bytes:
+            self._shrink(_SHRINK_HOLDINGS_MAX)
         return held // HASH_BYTES
 
     def _hold(self, node: _Node, slot: _Slot) -> None:

@@ -788,12 +788,13 @@ class Session:
         decision = self._scheduler.schedule(request, now)
         if isinstance(decision, Refusal):
             return decision
+        leg = decision.leg
         exchange.decision = decision
         # What the decision keeps has let its prompt go.
-        exchange.request = decision.lease.request
-        exchange.endpoint = decision.endpoint
+        exchange.request = leg.lease.request
+        exchange.endpoint = leg.endpoint
         if self._settings.explain_headers:
-            self._explained = explained(decision.leg, self._scheduler.outlying)
+            self._explained = explained(leg, self._scheduler.outlying)
         self._phase = Phase.ROUTED
         self._request_ended = True
         self._observer.decided(exchange)
@@ -831,9 +832,10 @@ class Session:
         trace = self._exchange.trace
         if trace is not None:
             remove_headers += trace.remove_headers
-        chosen = (decision.endpoint, *decision.leg.fallbacks)
+        leg = decision.leg
+        fallbacks = [endpoint.address for endpoint in leg.fallbacks]
         return Destination(
-            endpoints=tuple([endpoint.address for endpoint in chosen]),
+            endpoints=(leg.endpoint.address, *fallbacks),
             set_headers=tuple(set_headers),
             remove_headers=remove_headers,
             own_header=None if trace is None else trace.own_header,

@@ -104,9 +104,9 @@ class Observation:
     def decided(self, exchange: Exchange) -> None:
         decision = exchange.decision
         assert decision is not None, "a decision was made"
-        now = time.monotonic()
+        leg, now = decision.leg, time.monotonic()
         self._telemetry.decided(
-            decision.leg,
+            leg,
             scheduling_s=now - exchange.answered_at_s,
             processing_s=now - exchange.started_at_s,
             request_bytes=exchange.request_bytes,
@@ -116,7 +116,7 @@ class Observation:
             self._telemetry.scheduled_without_prefix(exchange.unseen_body.name.lower())
         if exchange.passed_unread:
             self._telemetry.scheduled_without_prefix("memory")
-        self._picked(decision.endpoint)
+        self._picked(leg.endpoint)
         self._decisions.decided(decision)
         if self._recent is not None:
             self._recent.decided(decision)

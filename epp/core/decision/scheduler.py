@@ -122,8 +122,8 @@ class Decision(Struct, frozen=True, kw_only=True):
     @property
     def predicted_tokens(self) -> int:
         """Tokens of the prompt that the endpoint is believed to have held where the request is now."""
-        lease = self.lease
-        return predicted_tokens(lease.matched_blocks, self.leg.block_tokens, lease.prompt_tokens)
+        leg = self.account.legs[0]
+        return predicted_tokens(leg.lease.matched_blocks, leg.block_tokens, leg.lease.prompt_tokens)
 
     @property
     def rank(self) -> int | None:
@@ -479,7 +479,7 @@ class Scheduler:
             prompt_tokens=tokens,
             predicted_tokens=predicted_tokens(matched, settings.block_tokens, tokens),
             prompt_bytes=request.prompt_tokens * BYTES_PER_TOKEN,
-            prompts=request.prompt_count,
+            prompts=len(request.prompts) or request.prompt_count,
         )
         if len(settings.joined) <= 1:
             return expected

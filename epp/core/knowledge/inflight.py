@@ -280,14 +280,16 @@ class InflightLedger:
         self._take_stock(lease.slot, backlog, left - computed, computed, now)
 
     def _release_prefill(self, lease: Lease, now: Seconds, *, computed: bool) -> None:
-        """`computed`: it is seen to be, where it was not told by a page."""
-        if self.is_live(lease):
-            self._drain(lease.slot, now)
-            self._columns.prefill_backlog_tokens[lease.slot] -= lease.prefill_tokens
+        """Of a live lease. `computed`: it is seen to be, where it was not told by a page."""
+        columns, slot = self._columns, lease.slot
+        self._drain(slot, now)
+        if lease.prefill_tokens:
+            backlog = columns.prefill_backlog_tokens.item(slot)
+            columns.prefill_backlog_tokens[slot] = backlog - lease.prefill_tokens
             lease.prefill_tokens = 0.0
-            if computed and not lease.prefilled:
-                self._backlogs[lease.slot].first_outputs.known()
-            lease.prefilled = True
+        if computed and not lease.prefilled:
+            self._backlogs[slot].first_outputs.known()
+        lease.prefilled = True
 
     def scraped(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> None:
         """A good page of the endpoint in `slot`: it may count first outputs."""
@@ -342,8 +344,8 @@ class InflightLedger:
         """
         if lease.slot < 0:
             return False
-        self._release_prefill(lease, now, computed=answered)
         if self.is_live(lease):
+            self._release_prefill(lease, now, computed=answered)
             self._uncount(lease)
             if not self._columns.inflight_requests.item(lease.slot):
                 self._backlogs[lease.slot].unhindered_tokens = 0.0
@@ -366,8 +368,8 @@ class InflightLedger:
 
     def move(self, lease: Lease, slot: int, prefill_tokens: float, now: Seconds) -> None:
         """Another endpoint serves the request: move its share there."""
-        self._release_prefill(lease, now, computed=False)
         if self.is_live(lease):
+            self._release_prefill(lease, now, computed=False)
             self._uncount(lease)
             self._leave_queue(lease)
         lease.slot = slot

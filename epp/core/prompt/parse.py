@@ -292,6 +292,10 @@ _CLAIMS: Final[Mapping[str, _Claim]] = {
     "inference/v1/generate": _Claim(ParserName.VLLM_HTTP, _read_generate, model_required=False),
 }
 """Suffix of the path, in whole segments -> who reads it; the longest suffix wins."""
+_USUAL_PATHS: Final[Mapping[str, str]] = {
+    f"/v1/{suffix.removeprefix('v1/')}": suffix for suffix in _CLAIMS
+}
+"""Of nearly all requests, to the suffix that each ends in."""
 _SEGMENTS_MAX: Final = max(suffix.count("/") for suffix in _CLAIMS) + 1
 _PATH_HEADERS: Final = ("x-original-path", "x-forwarded-path")
 _DEFAULT_PATH: Final = "/v1/completions"
@@ -384,6 +388,9 @@ def _usual_path(body: bytes) -> str:
 
 def _suffix(path: str, parsers: ParserSet) -> str:
     """The longest claimed suffix of the path; "" if no parser of `parsers` claims it."""
+    usual = _USUAL_PATHS.get(path)
+    if usual is not None and _CLAIMS[usual].parser in parsers:
+        return usual
     segments = path.partition("?")[0].rsplit("/", _SEGMENTS_MAX)[-_SEGMENTS_MAX:]
     for start in range(len(segments)):
         suffix = "/".join(segments[start:])

@@ -356,7 +356,8 @@ class Session:
     def closed(self, now: Seconds) -> None:
         """The stream is over, in whatever way; give back what it holds."""
         self._phase = Phase.ENDED
-        self._end_wait()
+        if self._pending is not None:
+            self._end_wait()
         self._let_go()
         if self._exchange.decision is None or self._completed:
             return
@@ -531,7 +532,8 @@ class Session:
         self._gateway.sends_response_headers = True
         self._learn_modes(event.modes)
         self._phase = Phase.RESPONDING
-        self._end_wait()
+        if self._pending is not None:
+            self._end_wait()
         self._let_go()
         exchange = self._exchange
         exchange.response_started_at_s = now

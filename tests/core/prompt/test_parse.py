@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epp.core.prompt import parse
 from epp.core.prompt.canonical import Message, chat_prompt, text_prompt
 from epp.core.prompt.parse import ALL_PARSERS, Parsed, ParserName, opaque_request, parse_request
 from epp.core.types import ApiKind, Refusal, RefusalReason
@@ -190,6 +191,13 @@ def test_render_leaves_no_prefix_behind():
 def test_the_longest_suffix_of_the_path_decides(path, headers):
     """Query and front of the path do not matter; headers count when there is no path."""
     assert parsed(path, HELLO, headers=headers).request.api == ApiKind.CHAT
+
+
+@pytest.mark.parametrize("path", parse._USUAL_PATHS)
+@pytest.mark.parametrize("parsers", [ALL_PARSERS, frozenset()])
+def test_a_usual_path_is_read_as_any_other(path, parsers):
+    """With a query behind it the same path is not among them."""
+    assert parse._suffix(path, parsers) == parse._suffix(path + "?", parsers)
 
 
 @pytest.mark.parametrize(

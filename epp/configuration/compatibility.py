@@ -367,6 +367,7 @@ REFUSED_SECTIONS: Final[Mapping[str, str]] = {
 RIVALS: Final = frozenset(
     {
         "adapter-first-filter",
+        "answered-blocks-producer",
         "block-load-producer",
         "bounded-prefix-hash-scorer",
         "bounded-session-scorer",
@@ -377,6 +378,7 @@ RIVALS: Final = frozenset(
         "dynamo-two-tier-scorer",
         "early-blocks-hash-scorer",
         "explore-exploit-scorer",
+        "free-kv-cache-points-scorer",
         "guarded-prefix-scorer",
         "least-kv-cache-filter",
         "least-pending-work-scorer",
@@ -399,8 +401,10 @@ RIVALS: Final = frozenset(
         "smg-cache-aware-4-scorer",
         "softmax-picker",
         "stay-in-time-scorer",
+        "top-matches-scorer",
         "two-hashes-scorer",
         "two-of-best-picker",
+        "unstarted-requests-scorer",
         "user-token-place-scorer",
         "user-tokens-producer",
         "work-times-batch-scorer",

@@ -68,7 +68,8 @@ class RoutedBlocksSettings(Parameters, frozen=True):
 
     def adopt(self, index: AffinityIndex) -> bool:
         """Apply to a running index all but the size of blocks; False if that differs."""
-        return isinstance(index, RoutedBlocks) and index.configure(self)
+        # One that is built on it learns in another way.
+        return type(index) is RoutedBlocks and index.configure(self)
 
 
 class RoutedBlocks:

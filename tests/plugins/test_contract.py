@@ -59,6 +59,7 @@ VARIANTS = {
     "mm-embeddings-cache-producer": [{"cacheSizeInMBPerServer": 10}],
     "user-tokens-producer": [{"usersMax": 20}],
     "block-load-producer": [{"activeBlocksMax": 50, "lruCapacityPerServer": 50}],
+    "answered-blocks-producer": [{"blocksPerEndpointMax": 50}],
     "routed-blocks-producer": [{"blocksPerEndpointMax": 50}],
     "preble-history-producer": [{"lruCapacityPerServer": 50, "window": "1s"}],
     "radix-tree-producer": [{"lruCapacityPerServer": 50}],

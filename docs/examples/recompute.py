@@ -51,6 +51,7 @@ def costs(line: dict[str, Any]) -> list[float]:
     """Seconds that the request adds at each candidate."""
     pods, prompt = line["candidates"], line["prompt_tokens"]
     answer = min(line["output_tokens_max"] or DECODE_TOKENS, DECODE_TOKENS)
+    answer = min(line["answer_tokens"] or answer, answer)
     waiting = told(pods, "waiting_requests", 0)
     running = told(pods, "running_requests", 0)
     usage = told(pods, "kv_cache_usage", None)

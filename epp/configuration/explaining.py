@@ -38,6 +38,7 @@ _WORDS: Final[Mapping[str, str]] = {
     "session_id": "session",
     "session_tokens": "session token",
     "sessions_return": "whether sessions return",
+    "answer_tokens": "length of answers",
     "unreported_requests": "requests that engines have not told yet",
 }
 """How what `reads` may name is called; what is not here is called by its name."""

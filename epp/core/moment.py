@@ -24,6 +24,8 @@ class Moment(Struct, frozen=True, kw_only=True):
     """Other pickers of the pool that do not tell this one what they decide."""
     sessions_return: bool = False
     """Sessions that clients name come again here, as far as it matters."""
+    answer_tokens: float | None = None
+    """Of an answer of the pool on average, above 0, as its engines count; None: too little is known."""
     session_tokens: SessionTokens = NO_TOKENS
     """Makes and reads the tokens by which a session finds its endpoint."""
     cold: bool = True

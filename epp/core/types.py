@@ -138,6 +138,10 @@ class EndpointMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of how many requests that is."""
     first_outputs_total: float = math.nan
     """Requests that have had their first token since the engine started, counted when they had it."""
+    answers_total: float = math.nan
+    """Answers that have ended since the engine started."""
+    answer_tokens_total: float = math.nan
+    """Of how many tokens these were together."""
     adapters: AdapterReport | None = None
     block_size_tokens: int | None = None
     blocks_total: int | None = None

@@ -55,7 +55,7 @@ class AddedTime(Parameters, frozen=True):
 
     The least over endpoints e of the sum below. With x the tokens of the prompt that e would have to compute, T all of them, p = x (1 + (T - x/2)
     / `ATTENTION_TOKENS`) its prefill, n requests and C context tokens in flight at e, W waiting there,
-    D = `decodeTokens` at most, s(e) prefill tokens a second:
+    D tokens of its answer, `decodeTokens` at most, s(e) prefill tokens a second:
 
         ( pending(e) + p                              what it waits for and computes itself
         + a n p                                       n others, delayed while it is prefilled
@@ -79,6 +79,7 @@ class AddedTime(Parameters, frozen=True):
             *("running_requests", "kv_cache_usage", "kv_capacity_tokens", "adapter_state"),
             *("metrics_age_s", "model", "prompts", "prompt_tokens", "output_tokens_max"),
             *("session_id", "headers", "rendezvous", "replicas_unheard", "sessions_return"),
+            "answer_tokens",
         ),
         reads_index=True,
         goes_by_sessions=True,
@@ -95,7 +96,8 @@ class AddedTime(Parameters, frozen=True):
     """Tokens that are computed again for each that is computed here: caches are full, so that its blocks
     evict others', and the next turn of this prompt goes where it went."""
     decode_tokens: Annotated[int, Meta(ge=1)] = 256
-    """Of an answer; one with a lower limit has so many."""
+    """Of an answer, at most; fewer where the request has a lower limit, or where engines count that answers
+    of the pool have fewer on average."""
     adapter_load: Duration = Duration(1.0)
     """For an adapter in a free slot: to load it, and what it costs others that the slot is taken."""
     adapter_wait: Duration = Duration(1.5)
@@ -239,8 +241,9 @@ class AddedTime(Parameters, frozen=True):
         cost += np.fmax(over, _NOTHING, out=over)
 
     def _decode_tokens(self, request: InferenceRequest) -> float:
-        limit = request.output_tokens_max
-        return float(limit if limit and limit < self.decode_tokens else self.decode_tokens)
+        limit, usual = request.output_tokens_max, request.moment.answer_tokens
+        most = float(limit if limit and limit < self.decode_tokens else self.decode_tokens)
+        return most if usual is None or usual > most else usual
 
     def _to_compute(self, request: InferenceRequest, candidates: Candidates) -> Floats:
         """Tokens of the prompt that each holds not, as far as is known or to be believed."""

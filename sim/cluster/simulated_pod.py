@@ -302,6 +302,7 @@ class SimulatedPod:
         self._shown_running = len(engine.running)
         self._shown_usage = engine.kv_cache_usage()
         self._shown_first_tokens = engine.first_tokens
+        self._shown_answers, self._shown_answer_tokens = engine.answers, engine.answer_tokens
         self._shown_adapters: AdapterReport | None = None
         if slots_max:
             active = frozenset(engine.snapshot().adapters)
@@ -376,6 +377,8 @@ class SimulatedPod:
             tier_hit_tokens=self._tier_tokens() if self._offloaded else None,
             ttft_count=self._shown_first_tokens,
             first_outputs_total=self._shown_first_tokens,
+            answers_total=self._shown_answers,
+            answer_tokens_total=self._shown_answer_tokens,
         )
 
 

@@ -169,6 +169,10 @@ class Engine:
         self.preemptions = 0
         self.first_tokens = 0
         """Requests that have had theirs."""
+        self.answers = 0
+        """Requests that are answered, and"""
+        self.answer_tokens = 0
+        """what they were answered with."""
         self.slowness = 1.0
         """Steps that begin from now on take this many times as long."""
         self.pass_by_pass = False
@@ -703,6 +707,9 @@ class Engine:
     def _leave(self, request: EngineRequest) -> None:
         """Take a request out of the running ones; its blocks go."""
         del self.running[request]
+        if request.finished:
+            self.answers += 1
+            self.answer_tokens += request.generated_tokens
         if request is self._partial:
             self._partial = None
         if request.due >= 0:

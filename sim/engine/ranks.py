@@ -57,6 +57,16 @@ class RankedEngine:
         return sum(rank.first_tokens for rank in self.ranks)
 
     @property
+    def answers(self) -> int:
+        """Requests that are answered, of all ranks."""
+        return sum(rank.answers for rank in self.ranks)
+
+    @property
+    def answer_tokens(self) -> int:
+        """What these were answered with."""
+        return sum(rank.answer_tokens for rank in self.ranks)
+
+    @property
     def passes(self) -> int:
         """The most of a step that has begun; 0: none has."""
         return max(rank.passes for rank in self.ranks)

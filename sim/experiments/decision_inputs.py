@@ -21,6 +21,7 @@ def asked_of(leg: Leg) -> dict[str, Any]:
         "block_tokens": leg.block_tokens,
         "prompt_tokens": request.prompt_tokens,
         "output_tokens_max": request.output_tokens_max,
+        "answer_tokens": request.moment.answer_tokens,
     }
 
 

@@ -118,6 +118,24 @@ def test_whatever_pods_tell_there_is_an_order(waiting, running, usage, capacity,
         assert scores[1] == 1.0, "who has nothing to do never costs more"
 
 
+@pytest.mark.parametrize(
+    ("known", "as_if"),
+    [
+        ({"answer_tokens": 64.0}, 64),
+        ({"answer_tokens": 900.0}, 256),
+        ({"answer_tokens": 64.0, "output_tokens_max": 40}, 40),
+        ({"answer_tokens": None}, 256),
+    ],
+)
+def test_answers_are_as_long_as_engines_count_or_shorter(known, as_if):
+    """Never longer than the request allows, or the configuration."""
+    pool = candidates(running_requests=[1.0, 4.0], matched_blocks=[0, 9], total_blocks=BLOCKS)
+    pool._columns.inflight_context_tokens[:2] = [0, 30_000]
+    parts = AddedTime().cost_parts(request(prompt_tokens=6_400, **known), pool)
+    others = AddedTime(decode_tokens=as_if).cost_parts(request(prompt_tokens=6_400), pool)
+    assert parts["decoding"].tolist() == others["decoding"].tolist()
+
+
 @given(
     waiting=st.lists(st.integers(0, 50), min_size=4, max_size=4),
     pending=st.lists(st.integers(0, 100_000), min_size=4, max_size=4),

@@ -43,6 +43,7 @@ from epp.core.decision.plugin import GoesBySessions
 from epp.core.decision.profile import Kept, Marker, RankChooser, RequestMarker, Scored
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import Acted, Shadow, ShadowTotals, ShadowVerdict
+from epp.core.knowledge.answer_lengths import AnswerLengths
 from epp.core.knowledge.candidates import Affinity, Candidates, Ints
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.hit_accuracy import NO_INDEXES, Expected, HitAccuracy
@@ -209,6 +210,7 @@ class Scheduler:
         """Who is slow or fails beside the others, and gets nothing for it."""
         self.accuracy = HitAccuracy()
         """What was predicted of caches beside what engines count."""
+        self.answer_lengths = AnswerLengths()
         self.outlying: dict[int, Outlier] = {}
         """Slot -> why, as of the last tick."""
         self.failures = PluginFailures()
@@ -306,6 +308,7 @@ class Scheduler:
         size = (metrics.blocks_total, metrics.block_size_tokens)
         self.ledger.scraped(slot, metrics, now)
         self.outliers.observed(slot, metrics, now)
+        self.answer_lengths.scraped(slot, metrics)
         self._compare(slot, metrics, now)
         # Every scrape says it again.
         if size != self._sizes.get(slot):
@@ -614,6 +617,7 @@ class Scheduler:
     def _tick(self, given: Tick, now: Seconds) -> None:
         self.ledger.close_due(now)
         self.outliers.tick(now)
+        self.answer_lengths.tick()
         self.outlying = dict(self.outliers.detected(now))
         for name, index in self.indexes.items():
             self.failures.call(name, "expire", index.expire, now)
@@ -756,6 +760,7 @@ class Scheduler:
         moment = Moment(
             replicas_unheard=self.replicas_unheard,
             sessions_return=self._session_returns.expected,
+            answer_tokens=self.answer_lengths.tokens,
             session_tokens=self.settings.session_tokens,
             cold=prefix is None or not prefix.matched.item(prefix.matched.argmax()),
             token_ids=request.moment.token_ids,
@@ -976,6 +981,7 @@ class Scheduler:
         self.ledger.forget(slot)
         self.outliers.forget(slot)
         self.accuracy.forget(slot)
+        self.answer_lengths.forget(slot)
         self.outlying.pop(slot, None)
         self.shadow_totals.picks.pop(slot, None)
         for name, index in tuple(self.indexes.items()):

@@ -95,6 +95,10 @@ class MetricNames(Struct, frozen=True, kw_only=True):
     """A histogram or summary of seconds to the first token, of which sum and count are read."""
     first_outputs: tuple[Selector, ...] = ()
     """Counter of requests that have had their first token, counted when they have it."""
+    answers: tuple[Selector, ...] = ()
+    """Counter of answers that have ended."""
+    answer_tokens: tuple[Selector, ...] = ()
+    """Counter of their tokens, counted when they have ended."""
     block_size_tokens: tuple[Selector, ...] = ()
     blocks_total: tuple[Selector, ...] = ()
     cache_info: bytes = b""
@@ -173,6 +177,8 @@ ENGINES: Final[Mapping[str, MetricNames]] = {
         ),
         ttft=b"vllm:time_to_first_token_seconds",
         first_outputs=_selectors("vllm:time_to_first_token_seconds_count"),
+        answers=_selectors("vllm:request_generation_tokens_count"),
+        answer_tokens=_selectors("vllm:request_generation_tokens_sum"),
         cache_info=b"vllm:cache_config_info",
         adapter_requests=b"vllm:lora_requests_info",
         adapter_loaded=b"vllm:lora_adapter_loaded",
@@ -251,12 +257,14 @@ class _Engine:
         # Of what a page has not, nothing is found.
         self.ttft_sum = (Selector(names.ttft + b"_sum"),) if names.ttft else ()
         self.ttft_count = (Selector(names.ttft + b"_count"),) if names.ttft else ()
-        self.ttft = frozenset(each.name for each in (*self.ttft_sum, *self.ttft_count))
+        answers = (*names.answers, *names.answer_tokens)
+        self.alone = frozenset(each.name for each in (*self.ttft_sum, *self.ttft_count, *answers))
+        """Lines of histograms, which stand among those of their buckets."""
         caches = (*names.cache_queried, *names.cache_hit)
         load = (
             *(*names.waiting, *names.running, *names.kv_cache_usage, *names.requests_total),
             *(*names.rejections_total, *names.first_outputs),
-            *(*self.ttft_sum, *self.ttft_count),
+            *(*self.ttft_sum, *self.ttft_count, *answers),
             *(series for _, series in names.attributes),
         )
         seldom = (*names.block_size_tokens, *names.blocks_total, *names.awake)
@@ -389,7 +397,7 @@ class PageMemory:
             self._pages_until_layout -= 1
             return
         lines = {name: len(samples) for name, samples in found.items()}
-        layout = layout_of(page, engine.headings, lines, engine.ttft, engine.compared)
+        layout = layout_of(page, engine.headings, lines, engine.alone, engine.compared)
         if layout is None:
             self._pages_until_layout = PAGES_MAX  # a page without headings will have none soon
         else:
@@ -529,6 +537,8 @@ def _with_load(rest: EndpointMetrics, engine: _Engine, found: _Found) -> Endpoin
         ttft_count=_summed(found, engine.ttft_count),
         attributes=_attributes(names, found) if names.attributes else {},
         first_outputs_total=_summed(found, names.first_outputs),
+        answers_total=_summed(found, names.answers),
+        answer_tokens_total=_summed(found, names.answer_tokens),
     )
 
 

@@ -39,6 +39,7 @@ def test_a_real_page_is_read(shared_data):
     assert metrics.requests_total == 176887.0
     assert (metrics.cache_queried_tokens, metrics.cache_hit_tokens) == (176887.0, 102272.0)
     assert (round(metrics.ttft_sum_s, 3), metrics.ttft_count) == (3.856, 300.0)
+    assert (metrics.answers_total, metrics.answer_tokens_total) == (300.0, 7400.0)
     others = dict.fromkeys(("host", "disk", "p2p", "external_unspecified"), 0.0)
     assert metrics.tier_hit_tokens == {"device": 102272.0, **others}
     assert metrics.adapters is None

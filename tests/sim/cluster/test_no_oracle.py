@@ -44,6 +44,7 @@ MOMENT = {
     "cold": "own index",
     "replicas_unheard": "--replicas, less those that are heard",
     "sessions_return": "own requests before",
+    "answer_tokens": "answers counted on the metrics page",
     "session_tokens": "own",
     "token_ids": "token producer",
     "token_media": "token producer",
@@ -85,7 +86,7 @@ PAGE = {
     "waiting_requests", "running_requests", "kv_cache_usage", "adapters", "block_size_tokens",
     "blocks_total", "cache_queried_tokens", "cache_hit_tokens", "process_started_at_s", "requests_total",
     "rejections_total", "attributes", "asleep", "ttft_sum_s", "ttft_count", "first_outputs_total",
-    "tier_hit_tokens",
+    "tier_hit_tokens", "answers_total", "answer_tokens_total",
 }  # fmt: skip
 """What the pages of engines say."""
 

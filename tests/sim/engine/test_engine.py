@@ -138,6 +138,7 @@ def test_the_youngest_is_preempted_and_computed_anew():
     assert requests[0].preemptions == 0
     assert requests[1].preemptions == engine.preemptions == engine.snapshot().preemptions
     assert engine.first_tokens == len(requests), "whoever was computed anew had it before"
+    assert (engine.answers, engine.answer_tokens) == (2, 200)
     assert all(request.finished for request in requests)
     assert requests[1].cached_tokens == 0
 

@@ -85,6 +85,8 @@ class Decided(Struct, frozen=True, gc=False, array_like=True):
     """What the shadow profile would have done; None: there is none."""
     known_tokens: int = 0
     """As `prompt_tokens`, which load is counted in, by the ids of the prompt; 0: they are not known."""
+    answer_tokens: float | None = None
+    """As of `Moment`."""
 
     @property
     def looked_up_tokens(self) -> int:

@@ -18,6 +18,7 @@ from epp.core.decision.plugin import TellsCost
 from epp.core.decision.profile import Scored
 from epp.core.knowledge.candidates import NUMBERS, Candidates
 from epp.core.knowledge.rebuilt import numbers_before, rebuilt_candidates
+from epp.core.moment import Moment
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint
 from epp.shell.operators.decisions.decision_record import (
@@ -320,6 +321,7 @@ def _costs(told: Decided, setting: Setting, before: Sequence[float]) -> list[Cos
         prompt_tokens=told.prompt_tokens,
         output_tokens_max=told.output_tokens_max,
         priority=told.priority,
+        moment=Moment(answer_tokens=told.answer_tokens),
     )
     found: list[Cost | Row] = []
     for name, scorer in zip(setting.scorers, setting.costs, strict=False):

@@ -270,6 +270,7 @@ class RecentDecisions:
             b"" if second is None else scored.scores[:, second].tobytes(),
             leg.runner_up_numbers,
             known_tokens=0 if known == request.prompt_tokens else known,
+            answer_tokens=request.moment.answer_tokens,
         )
         slot, shadow, dropped = leg.candidates.slot, account.shadow, leg.dropped
         self._wait(_Deciding(self._clock(), kept, leg.picked, slot, scored.scores, dropped, shadow))

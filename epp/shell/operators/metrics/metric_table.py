@@ -524,6 +524,11 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         ("model_name",),
     ),
     _sampled(
+        "homing_answer_tokens",
+        "tokens",
+        "Of an answer of the pool on average, as engines count; none while too little is known.",
+    ),
+    _sampled(
         "homing_per_endpoint_engine_ttft_seconds",
         "seconds",
         "Time to first token by the engine's own clock, of all that it served, as last scraped.",

@@ -150,6 +150,8 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """By side."""
     bytes_per_token: Mapping[str, float] = field(default_factory=dict)
     """By model."""
+    answer_tokens: float | None = None
+    """Of an answer on average; None: too little is known."""
     process: ProcessSnapshot | None = None
     """None: nobody looked."""
     tokens: Sequence[TokensSnapshot] = ()
@@ -1031,6 +1033,8 @@ def _add_accuracy(families: _Families, snapshot: PoolSnapshot) -> None:
         sizes.setdefault(_label(model), size)
     for model, size in sizes.items():
         families["homing_bytes_per_token"].add_metric([model], size)
+    if snapshot.answer_tokens is not None:
+        families["homing_answer_tokens"].add_metric([], snapshot.answer_tokens)
 
 
 def _add_indexes(families: _Families, snapshot: PoolSnapshot) -> None:

@@ -113,6 +113,7 @@ def snapshot(count=4, **fields):
         },
         hit_verdicts={"measured": 1, "still": 3},
         hit_errors={"over": errors_of(0.125), "under": errors_of()},
+        answer_tokens=120.0,
         bytes_per_token={"llama": 4.5, "m" * 128 + "1": 2.0, "m" * 128 + "2": 3.0},
         process=ProcessSnapshot(cpu_s=12.5, resident_bytes=2**27),
         tokens=[
@@ -820,6 +821,7 @@ def test_belief_stands_beside_what_engines_count():
     assert exported(f"{error}_count", side="under") == 0
     assert exported("homing_bytes_per_token", model_name="llama") == 4.5
     assert exported("homing_bytes_per_token", model_name="m" * 128) == 2.0
+    assert exported("homing_answer_tokens") == 120.0
 
 
 def test_every_plugin_has_its_count_of_failures():

@@ -608,7 +608,8 @@ class ExactIndex:
         least = blocks * self.block_tokens
         if len(request.token_chains.get(self.block_tokens, ())) > 1:
             return least
-        return min(max(least, request.prompt_tokens), least + self.block_tokens - 1)
+        tokens = request.known_tokens or request.prompt_tokens
+        return min(max(least, tokens), least + self.block_tokens - 1)
 
     def _matched(
         self,

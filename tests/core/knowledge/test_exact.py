@@ -405,7 +405,7 @@ def test_what_was_decided_is_taken_back_without_its_tokens():
     recorded = index.record(given, 1, 10.0)
     kept = given.without_prompts()
     assert kept.moment.token_ids == ()
-    assert held(index, kept, 10.0) == [0, 3, 0], "at least so much"
+    assert held(index, kept, 10.0) == [0, 4, 0], "how many tokens it had is kept"
     index.retract(kept, 1, recorded, 10.0)
     assert held(index, asked(TOKENS[:400]), 10.0) == [0, 0, 0]
 

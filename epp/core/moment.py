@@ -33,6 +33,8 @@ class Moment(Struct, frozen=True, kw_only=True):
     token_ids: tuple[bytes, ...] = ()
     """Of each prompt its tokens as the engine will have them, 4 little-endian bytes an id; (): not known.
     Set by a `Resolver` with the request that waited for them."""
+    known_tokens: int = 0
+    """How many ids the prompts have, once these are let go; 0: not known."""
     token_media: tuple[tuple[PlacedMedia, ...], ...] = ()
     """Of each prompt all media in it, in their order, set with `token_ids`; (): there are none. Of a
     prompt with media that are not known the tokens are not known either: all images have the same."""

@@ -289,6 +289,8 @@ class Asked(Struct, frozen=True, gc=False):
     """The same over token ids, where they are known."""
     media: tuple[bytes, ...] = ()
     """Of images and the like, where an index goes by them."""
+    known_tokens: int = 0
+    """As `prompt_tokens`, by the token ids of the prompts; 0: they are not known."""
 
 
 class Seen(Struct, frozen=True, gc=False):

@@ -84,6 +84,8 @@ class CaptureLine(Struct, kw_only=True, omit_defaults=True, gc=False):
     """As `blocks`, of the second prompt on, where a body has several."""
     token_blocks: tuple[bytes, ...] = ()
     """As `blocks`, of each prompt, over the token ids that the engine reads."""
+    known_tokens: TokenCount = 0
+    """As `prompt_tokens`, by the token ids, where these are another number; 0: they are not known."""
     media: bytes = b""
     """Eight bytes for each distinct image, audio or video, where plugins go by them."""
 

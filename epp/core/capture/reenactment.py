@@ -53,6 +53,7 @@ from epp.core.decision.inputs import (
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.inflight import Ending, Lease, Outcome
+from epp.core.moment import Moment
 from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, Endpoint, EndpointMetrics, Refusal
@@ -318,6 +319,7 @@ class Reenactment:
             if line.token_blocks
             else {},
             media=[_items(line.media)],
+            moment=Moment(known_tokens=line.known_tokens),
         )
 
     def _own_slot(self, scheduler: Scheduler, slot: int) -> int | None:

@@ -222,6 +222,9 @@ class Transcript:
             priority=asked.priority,
             more=tuple(others),
             token_blocks=tuple(salt.blocks(packed_chain(chain)) for chain in asked.token_chains),
+            known_tokens=0
+            if asked.known_tokens == asked.prompt_tokens
+            else min(asked.known_tokens, _PROMPT_TOKENS_MAX),
             media=salt.blocks(b"".join(item[:HASH_BYTES] for item in asked.media)),
         )
         blocks, size = len(first) // HASH_BYTES, self.block_tokens

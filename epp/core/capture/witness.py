@@ -228,6 +228,7 @@ class CaptureWitness:
             ],
             request.token_chains.get(self._scheduler.settings.block_tokens, ())[:PROMPTS_MAX],
             request.media[0] if request.media else (),
+            request.known_tokens,
         )
         subset = None
         if request.subset is not None:

@@ -147,7 +147,7 @@ class Leg(Ranking, frozen=True, kw_only=True, dict=True):
     @property
     def predicted_tokens(self) -> int:
         """Tokens of the prompt that the chosen endpoint is believed to hold."""
-        return predicted_tokens(self.matched_blocks, self.block_tokens, self.lease.prompt_tokens)
+        return predicted_tokens(self.matched_blocks, self.block_tokens, self.request.prompt_tokens)
 
 
 class Account(Struct, frozen=True, kw_only=True):

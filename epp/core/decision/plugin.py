@@ -30,7 +30,7 @@ KEPT_READS: Final = (*VERSIONED, MODEL)
 """What `reads` of a scorer may name whose scores are kept until one of them changes."""
 PREFIX_READS: Final = ("matched_blocks", "total_blocks", "uncached_tokens", "cold")
 """What the default prefix index fills: it is made for whoever reads any of them."""
-TOKEN_READS: Final = ("token_ids", "token_media")
+TOKEN_READS: Final = ("token_ids", "token_media", "known_tokens")
 """What a request has to wait for where a `token-producer` finds it out."""
 READABLE: Final = tuple(
     dict.fromkeys(

@@ -74,7 +74,6 @@ from epp.core.knowledge.sessions import SessionReturns
 from epp.core.moment import Moment
 from epp.core.prompt.blocks import KnownSegments
 from epp.core.prompt.request import InferenceRequest
-from epp.core.prompt.token_blocks import TOKEN_BYTES
 from epp.core.types import (
     BYTES_PER_TOKEN,
     Endpoint,
@@ -124,7 +123,8 @@ class Decision(Struct, frozen=True, kw_only=True):
     def predicted_tokens(self) -> int:
         """Tokens of the prompt that the endpoint is believed to have held where the request is now."""
         leg = self.account.legs[0]
-        return predicted_tokens(leg.lease.matched_blocks, leg.block_tokens, leg.lease.prompt_tokens)
+        tokens = leg.request.prompt_tokens
+        return predicted_tokens(leg.lease.matched_blocks, leg.block_tokens, tokens)
 
     @property
     def rank(self) -> int | None:
@@ -348,11 +348,12 @@ class Scheduler:
             for name, index in self.indexes.items()
             if (known := self._match(name, index, request, now)) is not None
         }
+        tokens = self._tokens_counted(request, affinities)
         if len(self.settings.joined) > 1:
             known = self._joined(affinities)
             if known is not None:
                 affinities[self.settings.prefix] = known
-        request = self._at_this_moment(request, affinities)
+        request = self._at_this_moment(request, affinities, tokens)
         candidates = self._candidates(slots, affinities, request, now)
         if request.priority < 0 and self.settings.saturation.saturation(candidates) >= 1.0:
             return _saturated(f"the pool is saturated and priority {request.priority} may be shed")
@@ -425,9 +426,7 @@ class Scheduler:
         lease.matched_blocks = matched
         uncached = max(0.0, request.prompt_tokens - matched * self.settings.block_tokens)
         if lease.expected is not None:
-            # Its ids went with its prompt, how many they were did not.
-            tokens = lease.expected.prompt_tokens
-            predicted = predicted_tokens(matched, self.settings.block_tokens, tokens)
+            predicted = predicted_tokens(matched, self.settings.block_tokens, request.prompt_tokens)
             expected = structs.replace(
                 lease.expected, predicted_tokens=predicted, indexes=NO_INDEXES
             )
@@ -474,14 +473,12 @@ class Scheduler:
     def _expected(
         self, request: InferenceRequest, matched: int, position: int, candidates: Candidates
     ) -> Expected:
-        """Of the candidate at `position`, in the tokens that `matched` is counted in."""
+        """Of the candidate at `position`."""
         settings, tokens = self.settings, request.prompt_tokens
-        if settings.prefix in self.hearing and (ids := request.token_ids):
-            tokens = sum(map(len, ids)) // TOKEN_BYTES
         expected = Expected(
             prompt_tokens=tokens,
             predicted_tokens=predicted_tokens(matched, settings.block_tokens, tokens),
-            prompt_bytes=request.prompt_tokens * BYTES_PER_TOKEN,
+            prompt_bytes=_bytes_of(request),
             prompts=len(request.prompts) or request.prompt_count,
         )
         if len(settings.joined) <= 1:
@@ -635,8 +632,10 @@ class Scheduler:
             self.ledger.set_speed(slot, speed, now)
 
     def _read_profile(self) -> None:
-        """What every decision would otherwise ask the profile again."""
+        """What every decision would otherwise ask the configuration again."""
         profile = self.settings.profile
+        prefix = self.settings.indexes.get(self.settings.prefix)
+        self._counts_ids = prefix is not None and prefix.abilities.reads_token_ids
         self._scorer_names = tuple(scorer.name for scorer in profile.scorers)
         self._markers = profile.markers(self.failures)
         self._request_markers = profile.request_markers(self.failures)
@@ -753,8 +752,19 @@ class Scheduler:
             return None
         return known
 
+    def _tokens_counted(self, request: InferenceRequest, affinities: Mapping[str, Affinity]) -> int:
+        """Of the prompts of `request`, in what blocks of the default prefix index are counted in.
+
+        `affinities`: as each index knows them, before any are joined.
+        """
+        known = affinities.get(self.settings.prefix) if self._counts_ids else None
+        if known is None or not known.total:
+            # Whoever answers in its place counts bytes.
+            return request.prompt_tokens
+        return request.known_tokens or request.prompt_tokens
+
     def _at_this_moment(
-        self, request: InferenceRequest, affinities: Mapping[str, Affinity]
+        self, request: InferenceRequest, affinities: Mapping[str, Affinity], tokens: int
     ) -> InferenceRequest:
         prefix = affinities.get(self.settings.prefix)
         moment = Moment(
@@ -765,8 +775,13 @@ class Scheduler:
             cold=prefix is None or not prefix.matched.item(prefix.matched.argmax()),
             token_ids=request.moment.token_ids,
             token_media=request.moment.token_media,
+            known_tokens=request.moment.known_tokens,
         )
-        return structs.replace(request, moment=moment)
+        if tokens == request.prompt_tokens:
+            return structs.replace(request, moment=moment)
+        return structs.replace(
+            request, moment=moment, prompt_tokens=tokens, prompt_bytes=_bytes_of(request)
+        )
 
     def _candidates(
         self,
@@ -1017,6 +1032,11 @@ _HANDLERS: Final[Mapping[type[Input], Callable[..., Effects | None]]] = {
     EventsVoided: Scheduler._void_events,
     Tick: Scheduler._tick,
 }
+
+
+def _bytes_of(request: InferenceRequest) -> int:
+    """Of its prompts."""
+    return request.prompt_bytes or request.prompt_tokens * BYTES_PER_TOKEN
 
 
 def _saturated(message: str, eliminated: Mapping[str, int] | None = None) -> Refusal:

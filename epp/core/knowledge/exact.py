@@ -73,6 +73,8 @@ LATE_S_MAX: Final[Seconds] = 30.0
 """What was decided is awaited for so long to be told."""
 AWAITED_MAX: Final = 32
 """Decisions at one endpoint that are awaited, spread over `LATE_S_MAX`."""
+SOUGHT_MAX: Final = 256
+"""Prompts at one endpoint of which it was asked whether its engine holds them, and it did not yet."""
 HOST: Final = "cpu"
 """The tier from which engines let others fetch blocks, as they call it."""
 _COUNTS: Final = frozenset({StreamState.REPLAYING, StreamState.LIVE})
@@ -167,7 +169,7 @@ class _Rank:
 class _Slot:
     """What is known of one endpoint beside its rows."""
 
-    __slots__ = ("awaited", "blocks_total", "overdue", "ranks")
+    __slots__ = ("awaited", "blocks_total", "overdue", "ranks", "sought")
 
     def __init__(self) -> None:
         self.ranks = [_Rank()]
@@ -178,11 +180,37 @@ class _Slot:
         """What was awaited for `LATE_S_MAX` did not come, nor has anything that was decided since."""
         self.blocks_total = 0
         """Of all ranks; 0: the engine does not say."""
+        self.sought: dict[int, Held] = {}
+        """The last key of a prompt -> what was answered, and is followed until the engine holds it."""
 
     @property
     def told_all(self) -> bool:
         """All that each rank holds is known."""
         return all(rank.told_all for rank in self.ranks)
+
+    def seek(self, key: int, held: Held) -> Held:
+        """Follow `held`, or what was answered before of the prompt that ends with `key`."""
+        sought = self.sought
+        known = sought.get(key)
+        if known is not None:
+            known.blocks = max(known.blocks, held.blocks)
+            return known
+        if len(sought) >= SOUGHT_MAX:
+            sought.pop(next(iter(sought))).void = True
+        sought[key] = held
+        return held
+
+    def found(self, keys: Iterable[int]) -> None:
+        """The engine holds `keys` from now on."""
+        for key in self.sought.keys() & keys:
+            held = self.sought.pop(key)
+            held.blocks = held.total
+
+    def seek_no_more(self) -> None:
+        """What the engine told so far is forgotten."""
+        for held in self.sought.values():
+            held.void = True
+        self.sought.clear()
 
 
 class ExactIndex:
@@ -435,6 +463,7 @@ class ExactIndex:
         """What the engine in `slot` said so far of `rank` does not hold; what was decided does."""
         known = self._rank(slot, rank)
         self._await_nothing(slot)
+        self._slots[slot].seek_no_more()
         place, known.place = known.place, None
         if place is None:
             return
@@ -450,7 +479,7 @@ class ExactIndex:
         """How much of the first prompt of `request` the engine in `slot` said that it holds.
 
         None: it tells not all that it holds, or more than the tokens decides what its blocks are: an
-        adapter, a salt.
+        adapter, a salt. An answer that is less than all is followed until the engine holds all.
         """
         known = self._slots[slot] if slot < len(self._slots) else None
         chains = request.token_chains.get(self.block_tokens)
@@ -471,7 +500,8 @@ class ExactIndex:
             for rank in known.ranks
             if rank.place is not None
         )
-        return Held(most, total, self.block_tokens)
+        held = Held(most, total, self.block_tokens)
+        return held if most == total else known.seek(keys[total - 1], held)
 
     def _held_blocks(self, place: _Place, keys: "array[int]", total: int) -> int:
         """Of the first `total` of `keys`, how many are held from the first on."""
@@ -578,7 +608,8 @@ class ExactIndex:
         least = blocks * self.block_tokens
         if len(request.token_chains.get(self.block_tokens, ())) > 1:
             return least
-        return min(max(least, request.prompt_tokens), least + self.block_tokens - 1)
+        tokens = request.known_tokens or request.prompt_tokens
+        return min(max(least, tokens), least + self.block_tokens - 1)
 
     def _matched(
         self,
@@ -857,6 +888,7 @@ class ExactIndex:
         """Note what `place` holds from now on; return how many rows it holds no more."""
         bit = place.bit
         gone = 0
+        known = self._slots[place.slot] if place.slot >= 0 else None
         for changed in changes:
             rows = self._tiers.get(changed.tier)
             if rows is None:
@@ -868,6 +900,8 @@ class ExactIndex:
                     if not mask & bit:
                         rows[key] = mask | bit
                         self.entries += 1
+                if known is not None and known.sought:
+                    known.found(changed.keys)
                 continue
             for key in changed.keys:
                 mask = rows.get(key, 0)

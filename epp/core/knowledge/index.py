@@ -133,14 +133,21 @@ class Heard(Struct, frozen=True, kw_only=True):
     """What was told does not add up, and is forgotten: all is to be told again."""
 
 
-class Held(Struct, frozen=True):
-    """How much of a prompt an engine says that it holds."""
+class Held(Struct):
+    """How much of a prompt an engine says that it holds; and whether it has held all since then.
+
+    Engines tell late, and may have evicted by the time at which they are asked again.
+    """
 
     blocks: int
-    """From the head on, without those that were only decided."""
+    """From the head on, without those that were only decided. It becomes `total` once the engine tells
+    that it holds all, and stays so when that is evicted."""
     total: int
     """As many as it holds of a prompt that it has computed."""
     block_tokens: int
+    void: bool = False
+    """What came after this answer is not known: all that the engine told was forgotten, or this was no
+    longer followed."""
 
 
 class HearsEngines(AffinityIndex, Protocol):
@@ -193,7 +200,9 @@ class HearsEngines(AffinityIndex, Protocol):
 
     def held(self, request: InferenceRequest, slot: int) -> Held | None:
         """How much of the first prompt of `request`, which has let it go, the engine in `slot` said
-        that it holds; None: that cannot be told. Changes nothing.
+        that it holds; None: that cannot be told.
+
+        Changes nothing that decisions see. An answer that is less than all is kept up to date for a while.
         """
         ...
 

@@ -130,11 +130,6 @@ class Lease:
         self.probe = False
         """It is to show whether an endpoint on trial is back: `ejection`."""
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Of the prompt: by its ids, where what endpoints hold is counted in them; else an estimate."""
-        return self.request.prompt_tokens if self.expected is None else self.expected.prompt_tokens
-
     def undrain(self) -> float:
         """Have all of its tokens to compute again; how many had drained."""
         drained = self.uncached_tokens - self.prefill_tokens

@@ -10,7 +10,7 @@ from msgspec import Struct, field, structs
 from epp.core.moment import NO_MOMENT, Moment
 from epp.core.prompt.blocks import HASH_BYTES, KnownSegments, chain_seed, hash_blocks
 from epp.core.prompt.canonical import TERMINATORS, TEXT, media_digests, opening_of
-from epp.core.prompt.token_blocks import hash_tokens, token_seed
+from epp.core.prompt.token_blocks import TOKEN_BYTES, hash_tokens, token_seed
 from epp.core.types import ApiKind
 
 _CONVERSATIONS: Final = frozenset({ApiKind.CHAT, ApiKind.RESPONSES, ApiKind.MESSAGES})
@@ -32,7 +32,12 @@ class InferenceRequest(Struct, frozen=True, kw_only=True):
     """The model or adapter that is to serve, after any rewrite."""
     prompts: tuple[bytes, ...] = ()
     prompt_tokens: int = 0
-    """Estimate: prompt bytes / 4, or the exact number of token ids."""
+    """Estimate: prompt bytes / 4, or the exact number of token ids.
+
+    Of a request that is decided by an index that has looked up its ids it is their number, so that what
+    endpoints hold of a prompt and its length are counted alike."""
+    prompt_bytes: int = 0
+    """0: four for each of `prompt_tokens`."""
     cache_salt: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Lower-case names."""
@@ -172,6 +177,12 @@ class InferenceRequest(Struct, frozen=True, kw_only=True):
         return self.prompts if self.api is ApiKind.TOKENS else self.moment.token_ids
 
     @property
+    def known_tokens(self) -> int:
+        """How many `token_ids` all prompts have, also where these are gone; 0: not known."""
+        ids = self.token_ids
+        return sum(map(len, ids)) // TOKEN_BYTES if ids else self.moment.known_tokens
+
+    @property
     def prompt_count(self) -> int:
         """How many prompts an engine gets with it, each of which it counts as a request."""
         if self.prompts:
@@ -179,8 +190,9 @@ class InferenceRequest(Struct, frozen=True, kw_only=True):
         return max((len(chains) for chains in self.chains.values()), default=1)
 
     def without_prompts(self) -> "InferenceRequest":
-        """The same without the prompt bytes and ids; the chains stay."""
+        """The same without the prompt bytes and ids; the chains stay, and how many ids there were."""
         moment = self.moment
-        if moment.token_ids:
-            moment = structs.replace(moment, token_ids=(), token_media=())
+        if moment.token_ids or self.api is ApiKind.TOKENS:
+            known = self.known_tokens
+            moment = structs.replace(moment, token_ids=(), token_media=(), known_tokens=known)
         return structs.replace(self, prompts=(), moment=moment)

@@ -184,7 +184,7 @@ class Observation:
                 else None,
                 status=outcome.status,
                 by_gateway=outcome.by_gateway,
-                prompt_tokens=lease.prompt_tokens,
+                prompt_tokens=lease.request.prompt_tokens,
                 predicted_hit_tokens=decision.predicted_tokens,
             )
         cut = self._cut and outcome.ending is Ending.CLIENT_LEFT

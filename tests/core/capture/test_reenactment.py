@@ -10,11 +10,18 @@ from hypothesis import strategies as st
 from epp.core.capture.events import Event, Learnt, Lost, Streamed, Told, Voided
 from epp.core.capture.lines import CaptureLine
 from epp.core.capture.reenactment import Difference, Reenactment
-from epp.core.decision.inputs import EventsHeard, EventsVoided, PageScraped, StreamChanged
+from epp.core.decision.inputs import (
+    EventsHeard,
+    EventsVoided,
+    PageScraped,
+    ServedBy,
+    StreamChanged,
+)
 from epp.core.decision.scheduler import Decision
 from epp.core.knowledge import hit_accuracy
 from epp.core.kv_events.payload import Cleared, Removed, Stored
 from epp.core.kv_events.stream import StreamState
+from epp.core.moment import Moment
 from epp.core.types import ApiKind, EndpointMetrics
 from tests.builders import request
 from tests.core.capture.traffic import Live, document, settings_of
@@ -271,6 +278,44 @@ def engines_tell(text):
     told = "{tokenProcessorConfig: {blockSizeTokens: 64}, speculativeIndexing: false}"
     producer = f"- {{type: precise-prefix-cache-producer, parameters: {told}}}\n"
     return text.replace("- type: prefix-cache-scorer\n", f"{producer}- type: prefix-cache-scorer\n")
+
+
+def test_prompts_are_as_long_again_as_their_ids_said():
+    """Of few bytes a token and of many, and of prompts whose tokens nobody found out."""
+    live = Live(engines_tell(document()))
+    live.begin(3)
+    for slot in range(3):
+        live.scheduler.take(StreamChanged(slot, StreamState.LIVE, complete=True), live.now)
+    for number in range(60):
+        live.now += 0.1
+        ids = struct.pack("<350I", *[number % 7] * 350)
+        text = bytes([number % 7]) * 350 * (2, 4, 9)[number % 3]
+        found = (ids,) if number % 5 else ()
+        decision = live.ask(
+            prompts=(text,),
+            prompt_tokens=len(text) // 4,
+            moment=Moment(token_ids=found),
+            model="base",
+            priority=0,
+        )
+        stored = Stored(
+            hashes=[1_000 * number + at for at in range(5)],
+            tokens=ids[: 5 * 64 * 4],
+            block_tokens=64,
+        )
+        live.scheduler.take(EventsHeard(decision.lease.slot, (stored,)), live.now)
+        if number % 4 == 3:
+            other = live.endpoint((decision.lease.slot + 1) % 3)
+            live.scheduler.take(ServedBy(decision.lease, other.address), live.now)
+    events, lines = read(live.transcript)
+    told = {(line.prompt_tokens, line.known_tokens) for line in lines.values()}
+    assert told == {(175, 350), (350, 0), (787, 350), (175, 0), (787, 0)}
+    again = done_again(events, lines)
+    assert (again.result.decisions, again.result.same) == (60, 60), again.result.first
+    columns, those = live.scheduler.pool.columns, again.scheduler.pool.columns
+    assert those.inflight_context_tokens.tolist() == columns.inflight_context_tokens.tolist()
+    backlogs = those.prefill_backlog_tokens.tolist(), columns.prefill_backlog_tokens.tolist()
+    assert backlogs[0] == backlogs[1]
 
 
 def test_what_engines_said_is_done_again():

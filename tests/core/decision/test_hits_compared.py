@@ -158,7 +158,7 @@ def test_a_decision_counts_what_is_held_in_the_tokens_that_are_known():
     asked = request(prompts=(b"x" * 4 * TOKENS,), prompt_tokens=TOKENS, token_ids=(ids,))
     decision = scheduler.schedule(asked, 1.0)
     assert decision.predicted_tokens == decision.leg.predicted_tokens == 2 * TOKENS
-    assert decision.lease.prompt_tokens == 4 * TOKENS
+    assert decision.lease.request.prompt_tokens == 4 * TOKENS
 
 
 def test_a_replica_that_is_not_heard_makes_nothing_wrong():

@@ -8,7 +8,7 @@ import pytest
 
 from epp.core.duration import Duration
 from epp.core.knowledge import exact as module
-from epp.core.knowledge.exact import LATE_S_MAX, ExactIndexSettings
+from epp.core.knowledge.exact import LATE_S_MAX, SOUGHT_MAX, ExactIndexSettings
 from epp.core.knowledge.exact_parameters import (
     ROW_BYTES,
     IndexerConfig,
@@ -205,6 +205,70 @@ def test_of_a_prompt_that_differs_it_is_told_how_far_it_is_the_same():
     assert stored(index, asked(TOKENS[:256])) == (4, 4)
 
 
+def asked_of(index, given, slot=0):
+    """What the engine in `slot` tells of what its lease keeps, and will have told."""
+    index.match(given, SLOTS, 0.0)
+    return index.held(given.without_prompts(), slot)
+
+
+def test_what_was_told_and_is_evicted_was_held():
+    """By engines whose cache is soon used up: once somebody has asked, and in one message as in two."""
+    index = opened()
+    index.hear(0, [run(TOKENS[:64])], 0.0)
+    late, soon = asked(TOKENS[:256]), asked([*TOKENS[:64], *range(192)])
+    told = [asked_of(index, given) for given in (late, soon)]
+    assert [(one.blocks, one.total) for one in told] == [(1, 4), (1, 4)]
+    rest = run(TOKENS[64:256], first=200, parent=100)
+    index.hear(0, [rest], 0.0)
+    index.hear(0, [Removed(hashes=rest.hashes)], 0.0)
+    other = run(list(range(192)), first=300, parent=100)
+    index.hear(0, [other, Removed(hashes=other.hashes)], 0.0)
+    assert [one.blocks for one in told] == [4, 4]
+    assert (asked_of(index, late).blocks, asked_of(index, soon).blocks) == (1, 1)
+    assert held(index, late) == [1, 0, 0]
+
+
+def test_whoever_asks_again_of_one_prompt_gets_one_answer():
+    """Two that wait for the same prompt; another endpoint that tells of it answers for itself."""
+    index = opened()
+    index.hear(0, [run(TOKENS[:64])], 0.0)
+    given = asked(TOKENS[:256])
+    first, again = asked_of(index, given), asked_of(index, given)
+    index.hear(1, [run(TOKENS[:256])], 0.0)
+    assert (first.blocks, again.blocks) == (1, 1)
+    index.hear(0, [run(TOKENS[64:128], first=200, parent=100)], 0.0)
+    assert asked_of(index, given).blocks == 2
+    index.hear(0, [run(TOKENS[128:256], first=300, parent=200)], 0.0)
+    assert (first.blocks, again.blocks, first.void) == (4, 4, False)
+
+
+@pytest.mark.parametrize("void", [
+    lambda index: index.hear(0, [Cleared()], 0.0),
+    lambda index: index.clear(0),
+    lambda index: index.silence(0),
+    lambda index: index.forget(0),
+])  # fmt: skip
+def test_of_what_is_told_anew_nothing_follows_for_what_was_asked_before(void):
+    """The engine restarted, or its stream did: that it has not got a prompt says nothing of its ids."""
+    index = opened()
+    index.hear(0, [run(TOKENS[:64])], 0.0)
+    told, elsewhere = asked_of(index, asked(TOKENS[:256])), asked(TOKENS[:256])
+    index.hear(1, [run(TOKENS[:64])], 0.0)
+    beside = asked_of(index, elsewhere, slot=1)
+    void(index)
+    assert (told.void, beside.void) == (True, False)
+
+
+def test_what_is_asked_for_is_bounded():
+    """Of each endpoint: the oldest is not followed any more."""
+    index = opened()
+    index.hear(0, [run(TOKENS[:64])], 0.0)
+    told = [asked_of(index, asked([number] * 64)) for number in range(SOUGHT_MAX + 2)]
+    assert [one.void for one in told[:3]] == [True, True, False]
+    index.hear(0, [run([5] * 64, first=5), run([0] * 64, first=6)], 0.0)
+    assert [told[at].blocks for at in (0, 5, 6)] == [0, 1, 0]
+
+
 def test_where_more_or_less_than_ids_decides_nothing_is_compared():
     """An endpoint that is not heard, or not from its start; adapters, salts, short prompts, bytes."""
     index = opened()
@@ -341,7 +405,7 @@ def test_what_was_decided_is_taken_back_without_its_tokens():
     recorded = index.record(given, 1, 10.0)
     kept = given.without_prompts()
     assert kept.moment.token_ids == ()
-    assert held(index, kept, 10.0) == [0, 3, 0], "at least so much"
+    assert held(index, kept, 10.0) == [0, 4, 0], "how many tokens it had is kept"
     index.retract(kept, 1, recorded, 10.0)
     assert held(index, asked(TOKENS[:400]), 10.0) == [0, 0, 0]
 

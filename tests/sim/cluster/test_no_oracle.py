@@ -26,7 +26,8 @@ LIVE = {
     "api": "path",
     "model": "body",
     "prompts": "body",
-    "prompt_tokens": "bytes of the body, four a token; the text of a trace has as many",
+    "prompt_tokens": "bytes of the body, four a token; the text of a trace has as many. Or its ids",
+    "prompt_bytes": "body",
     "cache_salt": "body",
     "headers": "headers",
     "subset": "gateway",
@@ -48,6 +49,7 @@ MOMENT = {
     "session_tokens": "own",
     "token_ids": "token producer",
     "token_media": "token producer",
+    "known_tokens": "token producer",
 }
 """Where `epp serve` has each field of a request from."""
 SEEN_OF_CANDIDATES = {

@@ -53,6 +53,8 @@ class _Served(Struct, frozen=True):
 
     request: InferenceRequest
     endpoint: Endpoint
+    held: Held
+    """When it was served, and what was told since."""
     at_s: Seconds
 
 
@@ -71,7 +73,9 @@ class Tokens:
         observer: TokensObserver,
         held: Callable[[InferenceRequest, Endpoint], Held | None] = lambda *_: None,
     ) -> None:
-        """`held` says how much of a request the engine of an endpoint has stored, as it tells."""
+        """`held` says how much of a request the engine of an endpoint has stored, as it tells, and
+        keeps its answer up to date.
+        """
         self._observer = observer
         self._held = held
         self._settings = TokenProducer()
@@ -147,23 +151,29 @@ class Tokens:
         if self.resolver is None or request.api in WITHOUT_TEXT or not request.token_chains:
             return
         held = self._held(request, endpoint)
-        if held is not None and held.blocks >= held.total:
+        if held is None:
+            return
+        if held.blocks >= held.total:
             self._note(request.model, None)
         else:
-            self._served.append(_Served(request, endpoint, now))
+            self._served.append(_Served(request, endpoint, held, now))
 
     def look(self, now: Seconds) -> None:
-        """Compare what was served a while ago and was not told then; about once a second."""
+        """Compare what was served a while ago and was not told then; about once a second.
+
+        It differs only if the engine has told all since, and nothing of what it told is forgotten: what it
+        stored and has evicted since it has stored.
+        """
         served = self._served
         for _ in range(LOOKED_AT_MAX):
             if not served or served[0].at_s > now - TOLD_S_MAX:
                 return
             one = served.popleft()
-            held = self._held(one.request, one.endpoint)
-            if held is not None:
-                differs = held.blocks < held.total
-                same_tokens = held.blocks * held.block_tokens if differs else None
-                self._note(one.request.model, same_tokens)
+            before, held = one.held, self._held(one.request, one.endpoint)
+            if before.blocks >= before.total or (held is not None and held.blocks >= held.total):
+                self._note(one.request.model, None)
+            elif held is not None and not before.void:
+                self._note(one.request.model, held.blocks * held.block_tokens)
 
     def _note(self, model: str, same_tokens: int | None) -> None:
         if self.resolver is None:

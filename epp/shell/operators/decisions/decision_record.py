@@ -83,15 +83,8 @@ class Decided(Struct, frozen=True, gc=False, array_like=True):
     runner_up_numbers: tuple[float, ...] = ()
     shadow: dict[str, object] | None = None
     """What the shadow profile would have done; None: there is none."""
-    known_tokens: int = 0
-    """As `prompt_tokens`, which load is counted in, by the ids of the prompt; 0: they are not known."""
     answer_tokens: float | None = None
     """As of `Moment`."""
-
-    @property
-    def looked_up_tokens(self) -> int:
-        """Of the prompt, in the tokens that blocks are counted in."""
-        return self.known_tokens or self.prompt_tokens
 
 
 class Refused(Struct, frozen=True, gc=False, array_like=True):
@@ -129,7 +122,7 @@ def served_at(told: Decided, served: Served | None) -> str:
 def predicted_at(told: Decided, served: Served | None) -> int:
     """Tokens of the prompt that were believed to be cached there."""
     matched = told.matched_blocks if served is None else served.matched_blocks
-    return predicted_tokens(matched, told.block_tokens, told.looked_up_tokens)
+    return predicted_tokens(matched, told.block_tokens, told.prompt_tokens)
 
 
 class Scores(Struct, frozen=True, gc=False, array_like=True):

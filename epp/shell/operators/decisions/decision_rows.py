@@ -119,7 +119,7 @@ def decided_row(
         "endpoint": told.endpoint,
         "address": told.address,
         "fallbacks": list(told.fallbacks),
-        "prompt_tokens": told.looked_up_tokens,
+        "prompt_tokens": told.prompt_tokens,
         "matched_blocks": told.matched_blocks,
         "total_blocks": told.total_blocks,
         "block_tokens": told.block_tokens,

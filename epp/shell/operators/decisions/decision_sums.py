@@ -35,13 +35,13 @@ class Sums:
     def add(self, past: PastDecision) -> None:
         told, end = past.told, past.end
         self.decided += 1
-        self.prompt_tokens += told.looked_up_tokens
+        self.prompt_tokens += told.prompt_tokens
         self.predicted_tokens += predicted_at(told, past.served)
         if end is None:
             return
         self.failed += (end.status or 0) >= FAILED_FROM
         if end.cached_tokens is not None:
-            self.compared_tokens += told.looked_up_tokens
+            self.compared_tokens += told.prompt_tokens
             self.cached_tokens += end.cached_tokens
         for samples, value in (
             (self.first_output_s, end.first_output_s),

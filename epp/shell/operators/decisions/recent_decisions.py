@@ -243,7 +243,7 @@ class RecentDecisions:
         scored = leg.scored
         if scored.weights is not self._weights:
             self._remember_setting(leg)
-        second, known = leg.runner_up, leg.lease.prompt_tokens
+        second = leg.runner_up
         kept = Decided(
             account.number,
             self._setting,
@@ -269,7 +269,6 @@ class RecentDecisions:
             "" if second is None else leg.candidates.name_of(second),
             b"" if second is None else scored.scores[:, second].tobytes(),
             leg.runner_up_numbers,
-            known_tokens=0 if known == request.prompt_tokens else known,
             answer_tokens=request.moment.answer_tokens,
         )
         slot, shadow, dropped = leg.candidates.slot, account.shadow, leg.dropped
@@ -547,12 +546,12 @@ def _add(lately: Lately, told: Decided, served: Served | None, end: Ended | None
     if there is None:
         there = lately.endpoints[name] = LatelyThere()
     there.requests += 1
-    there.prompt_tokens += told.looked_up_tokens
+    there.prompt_tokens += told.prompt_tokens
     there.predicted_tokens += predicted
     if end is None:
         return
     there.failed += (end.status or 0) >= _FAILED_FROM
     if end.cached_tokens is not None:
         there.compared_tokens += predicted
-        there.compared_prompt_tokens += told.looked_up_tokens
+        there.compared_prompt_tokens += told.prompt_tokens
         there.cached_tokens += end.cached_tokens

@@ -103,7 +103,8 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_request_input_tokens",
         "histogram",
         "tokens",
-        "Prompt tokens as estimated from its bytes, or counted where the prompt is token ids.",
+        "Prompt tokens as estimated from its bytes, or counted where the prompt is token ids or was "
+        "decided by them.",
         _REQUEST,
         TOKEN_BUCKETS,
     ),
@@ -461,7 +462,8 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_per_endpoint_prompt_tokens_total",
         "counter",
         "tokens",
-        "Prompt tokens of the requests that ended there, as estimated.",
+        "Prompt tokens of the requests that ended there, as they were decided: as of "
+        "homing_request_input_tokens.",
         _ENDPOINT,
     ),
     MetricSpec(

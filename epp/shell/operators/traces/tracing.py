@@ -303,11 +303,13 @@ def _request_attributes(exchange: Exchange) -> dict[str, Any]:
     request = exchange.request
     if request is None:
         return {}
+    decision = exchange.decision
+    decided = request if decision is None else decision.account.request
     return {
         "gen_ai.request.model": _cut(request.model),
         "homing.api": request.api.value,
         "homing.priority": request.priority,
-        "homing.prompt_tokens": request.prompt_tokens,
+        "homing.prompt_tokens": decided.prompt_tokens,
         "homing.streams": request.stream,
     }
 

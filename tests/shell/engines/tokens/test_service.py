@@ -7,11 +7,14 @@ import structlog
 
 from epp.configuration.token_producer import EndpointDiscovery, TokenProducer, VllmRenderer
 from epp.core.knowledge.index import Held
+from epp.core.kv_events.payload import Removed
 from epp.core.prompt.token_ids import COMPARED_MIN, TRIED_EACH
 from epp.core.types import ApiKind
 from epp.shell.engines.tokens.question import TokensResult
 from epp.shell.engines.tokens.service import LOOKED_AT_MAX, SERVED_MAX, TOLD_S_MAX, Tokens
 from tests.builders import endpoint, request
+from tests.core.knowledge.test_exact import SLOTS, TOKENS, opened, run
+from tests.core.knowledge.test_exact import asked as ids_of
 from tests.shell.engines.tokens.test_resolver import Backend as Asked
 from tests.shell.engines.tokens.test_resolver import Told, asked
 
@@ -118,12 +121,14 @@ class Engine:
 
     def __init__(self):
         self.blocks = {}
+        self.told = {}
         self.asked = 0
 
     def held(self, served, at):
         self.asked += 1
         blocks = self.blocks.get(served.request_id)
-        return None if blocks is None else Held(blocks, 8, 64)
+        told = None if blocks is None else Held(blocks, 8, 64)
+        return self.told.setdefault(served.request_id, told) and told
 
     def tokens(self):
         tokens = Tokens(Told(), self.held)
@@ -145,8 +150,8 @@ def test_what_an_engine_stored_is_compared_with_what_was_sent():
     """At once where it told already, and once more a second later."""
     engine = Engine()
     tokens = engine.tokens()
-    engine.blocks = {"told": 8, "differs": 3}
-    for request_id in ("told", "late", "differs", "never told"):
+    engine.blocks = {"told": 8, "late": 0, "differs": 3}
+    for request_id in ("told", "late", "differs", "not heard"):
         tokens.served(served(request_id), endpoint(0), 10.0)
     assert counts_of(tokens) == {"agrees": 1}
     engine.blocks["late"] = 8
@@ -157,6 +162,38 @@ def test_what_an_engine_stored_is_compared_with_what_was_sent():
     assert tokens.described()["compared"] == [
         {"model": "m", "compared": 3, "agreed": 2, "exact": True}
     ]
+
+
+def test_what_was_evicted_since_it_was_served_is_not_taken_for_other_ids():
+    """Small caches are used up within the second; what is told anew says nothing of what was before."""
+    engine = Engine()
+    tokens = engine.tokens()
+    for request_id in ("evicted", "void", "unheard", "evicted, unheard"):
+        engine.blocks[request_id] = 3
+        tokens.served(served(request_id), endpoint(0), 10.0)
+    for request_id in ("evicted", "evicted, unheard"):
+        engine.told[request_id].blocks = 8
+    engine.told["void"].void = True
+    engine.blocks = {"evicted": 0, "void": 3}
+    tokens.look(10.0 + TOLD_S_MAX)
+    assert counts_of(tokens) == {"agrees": 2}
+
+
+def test_an_index_tells_of_what_was_evicted_since():
+    """The index that engines tell, asked as the picker asks it."""
+    index = opened()
+    index.hear(0, [run(TOKENS[:64])], 0.0)
+    tokens = Tokens(Told(), lambda given, at: index.held(given, 0))
+    tokens.accept(tokens.prepare(URL))
+    for prompt in (TOKENS[:256], [7, *TOKENS[:255]]):
+        given = ids_of(prompt, api=ApiKind.CHAT, model="")
+        index.match(given, SLOTS, 0.0)
+        tokens.served(given.without_prompts(), endpoint(0), 10.0)
+    stored = run(TOKENS[64:256], first=200, parent=100)
+    index.hear(0, [stored], 0.0)
+    index.hear(0, [Removed(hashes=[*stored.hashes, 100])], 0.0)
+    tokens.look(10.0 + TOLD_S_MAX)
+    assert counts_of(tokens) == {"agrees": 1, "differs": 1}
 
 
 def test_only_ids_that_were_found_out_are_compared():
@@ -176,6 +213,7 @@ def test_comparing_is_bounded():
     engine = Engine()
     tokens = engine.tokens()
     for number in range(2 * SERVED_MAX):
+        engine.blocks[str(number)] = 0
         tokens.served(served(str(number)), endpoint(0), 0.0)
     engine.asked = 0
     tokens.look(100.0)

@@ -247,19 +247,6 @@ async def test_every_page_has_a_moved_request_where_it_was_served(picker, strang
     assert moved.predicted_tokens == 0
 
 
-async def test_a_prompt_whose_ids_are_known_is_told_in_their_number(picker):
-    """And so is the share of it that was predicted."""
-    asked = make_request(prompts=(bytes(1_024),), prompt_tokens=256)
-    decision = picker.scheduler.schedule(asked, 1.0)
-    expected = decision.lease.expected
-    decision.lease.expected = msgspec.structs.replace(expected, prompt_tokens=900)
-    picker.recent.decided(decision)
-    (row,) = await picker.recent.rows(1, Wanted())
-    assert row["prompt_tokens"] == 900
-    lately = await picker.recent.lately(60.0, 100)
-    assert lately.endpoints[decision.endpoint.name].prompt_tokens == 900
-
-
 async def test_what_is_too_old_is_told_no_more_and_dropped(picker):
     """By the clock of the day, whether there is room or not."""
     clock = Clock()

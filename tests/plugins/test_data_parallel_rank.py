@@ -15,10 +15,12 @@ from epp.core.decision.explaining import REASON_HEADER, explained, explaining_he
 from epp.core.decision.inputs import (
     EventsHeard,
     PoolReplaced,
+    Reconfigured,
     RequestEnded,
     ServedBy,
     StreamChanged,
 )
+from epp.core.decision.rank_choice import RankChoice
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.inflight import Outcome
 from epp.core.kv_events.payload import Stored
@@ -175,6 +177,37 @@ def test_a_rank_is_named_that_each_endpoint_of_the_answer_has(others, rank, name
     assert made.ledger.sent_to_ranks(0, 4)[rank] == named
 
 
+def choices(made):
+    """Those that there were."""
+    return {choice.value: count for choice, count in made.rank_choices.items() if count}
+
+
+def test_what_came_of_choosing_is_counted():
+    """Once a request, and nothing where there is nothing to choose."""
+    made = scheduler(1)
+    decide(made)
+    assert made.rank_choices == dict.fromkeys(RankChoice, 0)
+    made = scheduler(4, 2, fallbacks=1)
+    store(made, 0, 3)
+    moved = decide(made)
+    made.take(ServedBy(moved.lease, endpoint(1).address), 1.0)
+    assert choices(made) == {"fallback": 1}
+    made = scheduler(2)
+    decide(made)
+    store(made, 0, 1)
+    for _ in range(4):
+        decide(made)
+    store(made, 0, 0)
+    decide(made)
+    assert choices(made) == {"unheld": 1, "named": 3, "crowded": 1, "alike": 1}
+    made.take(Reconfigured(made.settings), 2.0)
+    assert choices(made)["named"] == 3
+    without = structs.replace(
+        made.settings, profile=structs.replace(made.settings.profile, responders=())
+    )
+    assert Scheduler(without, seed=1).rank_choices == {}
+
+
 def test_two_pickers_name_the_same_rank():
     """Each by what engines tell it."""
     first, second = scheduler(1, 3), scheduler(1, 3)
@@ -233,6 +266,7 @@ def test_one_that_fails_costs_the_header_alone(says):
     assert decision.request_headers() == {}
     (failure,) = made.failures
     assert failure.name == "data-parallel-rank-producer"
+    assert choices(made) == {"failed": 1}
 
 
 def test_it_works_by_being_declared():

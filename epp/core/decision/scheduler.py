@@ -954,7 +954,12 @@ class Scheduler:
     ) -> None:
         """Tell an index that the request of `lease` goes to `slot`, and keep what undoes that."""
         try:
-            lease.recorded[name] = index, index.record(lease.request, slot, now)
+            hearing = None if lease.rank < 0 else self.hearing.get(name)
+            if hearing is None:
+                recorded = index.record(lease.request, slot, now)
+            else:
+                recorded = hearing.record(lease.request, slot, now, rank=lease.rank)
+            lease.recorded[name] = index, recorded
         except BaseException as error:  # noqa: BLE001  the boundary of a plugin
             self.failures.raised(name, "record", error)
 

@@ -806,6 +806,12 @@ ENDPOINTS: Final = Dashboard(
                         ),
                     ),
                 ),
+                Panel(
+                    "Data-parallel ranks",
+                    "Requests to endpoints with several ranks behind one address: one was named, or why the engine chose. Empty: no plugin chooses ranks.",
+                    "reqps",
+                    ((rate("homing_rank_choices_total", "result"), "{{result}}"),),
+                ),
             ),
         ),
     ),

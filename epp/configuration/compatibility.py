@@ -55,7 +55,11 @@ class NoParameters(Parameters, frozen=True):
 
 
 class DataParallelHandler(Parameters, frozen=True):
-    """`data-parallel-profile-handler`: each rank is an endpoint of its own anyhow."""
+    """`data-parallel-profile-handler`: ranks with a port each are endpoints of their own anyhow.
+
+    Those behind one address are one endpoint, and `data-parallel-rank-producer` says which of them
+    serves a request.
+    """
 
     primary_port: Annotated[int, Meta(ge=1, le=65_535)] | None = None
 

@@ -595,7 +595,8 @@ class _Loader:
         match plugin:
             case DataParallelHandler():
                 self.warn(
-                    f"{where}: has no effect, each data-parallel rank is an endpoint of its own"
+                    f"{where}: has no effect, data-parallel ranks with a port each are endpoints of "
+                    "their own, and for those behind one address there is data-parallel-rank-producer"
                 )
             case InflightLoadProducer(
                 add_estimated_output_tokens=adds,

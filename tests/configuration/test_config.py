@@ -219,7 +219,7 @@ def test_json_is_read_like_yaml():
         ),
         (
             {"type": "data-parallel-profile-handler"},
-            "plugins[0] (data-parallel-profile-handler): has no effect, each data-parallel rank is an endpoint of its own",
+            "plugins[0] (data-parallel-profile-handler): has no effect, data-parallel ranks with a port each are endpoints of their own, and for those behind one address there is data-parallel-rank-producer",
         ),
         (
             {

@@ -14,16 +14,20 @@ from epp.configuration.explaining import explain
 from epp.core.decision.explaining import REASON_HEADER, explained, explaining_headers
 from epp.core.decision.inputs import (
     EventsHeard,
+    PageScraped,
     PoolReplaced,
+    Reconfigured,
     RequestEnded,
     ServedBy,
     StreamChanged,
 )
+from epp.core.decision.rank_choice import RankChoice
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.inflight import Outcome
 from epp.core.kv_events.payload import Stored
 from epp.core.kv_events.stream import StreamState
 from epp.core.prompt.token_ids import packed
+from epp.core.types import EndpointMetrics
 from epp.plugins.data_parallel_rank import RANK_HEADER, DataParallelRank
 from tests import gateway as gw
 from tests.builders import endpoint, request
@@ -92,9 +96,10 @@ schedulingProfiles:
 """
 
 
-def scheduler(*ranks, fallbacks=0):
+def scheduler(*ranks, fallbacks=0, speculative=False):
     """One that hears endpoints, with so many ranks each; 0: not heard."""
-    settings = build_settings(load_config(DOCUMENT, "here", plugin_tables()))
+    document = DOCUMENT.replace("Indexing: false", f"Indexing: {str(speculative).lower()}")
+    settings = build_settings(load_config(document, "here", plugin_tables()))
     made = Scheduler(structs.replace(settings, fallback_endpoints_max=fallbacks), seed=1)
     made.take(PoolReplaced([endpoint(number) for number in range(len(ranks))]), 0.0)
     for slot, count in enumerate(ranks):
@@ -175,6 +180,91 @@ def test_a_rank_is_named_that_each_endpoint_of_the_answer_has(others, rank, name
     assert made.ledger.sent_to_ranks(0, 4)[rank] == named
 
 
+def choices(made):
+    """Those that there were."""
+    return {choice.value: count for choice, count in made.rank_choices.items() if count}
+
+
+def test_what_came_of_choosing_is_counted():
+    """Once a request, and nothing where there is nothing to choose."""
+    made = scheduler(1)
+    decide(made)
+    assert made.rank_choices == dict.fromkeys(RankChoice, 0)
+    made = scheduler(4, 2, fallbacks=1)
+    store(made, 0, 3)
+    moved = decide(made)
+    made.take(ServedBy(moved.lease, endpoint(1).address), 1.0)
+    assert choices(made) == {"fallback": 1}
+    made = scheduler(2)
+    decide(made)
+    store(made, 0, 1)
+    for _ in range(4):
+        decide(made)
+    store(made, 0, 0)
+    decide(made)
+    assert choices(made) == {"unheld": 1, "named": 3, "crowded": 1, "alike": 1}
+    made.take(Reconfigured(made.settings), 2.0)
+    assert choices(made)["named"] == 3
+    without = structs.replace(
+        made.settings, profile=structs.replace(made.settings.profile, responders=())
+    )
+    assert Scheduler(without, seed=1).rank_choices == {}
+
+
+def held_by_ranks(made, slot):
+    (index,) = made.hearing.values()
+    return list(index.held_by_ranks(request(token_ids=(IDS,)), slot, 0.0))
+
+
+def test_whoever_asks_the_same_before_an_engine_tells_is_sent_to_the_same_rank():
+    """Though another rank says that it holds as much as this one did."""
+    made = scheduler(3, speculative=True)
+    store(made, 0, 2)
+    assert decide(made).rank == 2
+    assert held_by_ranks(made, 0) == [0, 0, 15]
+    store(made, 0, 1)
+    decision = decide(made)
+    assert (decision.rank, decision.leg.matched_blocks) == (2, 15)
+    made.take(Reconfigured(made.settings), 0.0)
+    assert held_by_ranks(made, 0) == [0, 8, 15]
+
+
+def test_where_the_engine_chose_no_rank_is_believed_to_hold_more():
+    made = scheduler(3, speculative=True)
+    decide(made)
+    assert held_by_ranks(made, 0) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("ranks", [3, 1])
+def test_what_was_not_served_there_is_believed_of_no_rank_there(ranks):
+    """But where it was served, at the rank of the same number."""
+    made = scheduler(3, ranks, speculative=True)
+    store(made, 0, 2)
+    failed = decide(made)
+    made.take(RequestEnded(failed.lease, Outcome(status=500)), 0.0)
+    assert held_by_ranks(made, 0) == [0, 0, 8]
+    moved = decide(made)
+    assert held_by_ranks(made, 0) == [0, 0, 15]
+    made.take(ServedBy(moved.lease, endpoint(1).address), 0.0)
+    assert held_by_ranks(made, 0) == [0, 0, 8]
+    assert held_by_ranks(made, 1) == ([0, 0, 15] if ranks == 3 else [0])
+    made.take(RequestEnded(moved.lease, Outcome(status=500)), 0.0)
+    assert held_by_ranks(made, 1) == [0] * ranks
+    assert not list(made.failures)
+
+
+def test_an_engine_that_restarts_holds_nothing_at_any_rank():
+    made = scheduler(3, speculative=True)
+    store(made, 0, 2)
+    made.take(PageScraped(0, EndpointMetrics(process_started_at_s=1.0)), 0.0)
+    decision = decide(made)
+    made.take(PageScraped(0, EndpointMetrics(process_started_at_s=2.0)), 0.0)
+    assert held_by_ranks(made, 0) == [0, 0, 0]
+    made.take(RequestEnded(decision.lease, Outcome(status=500)), 0.0)
+    assert held_by_ranks(made, 0) == [0, 0, 0]
+    assert not list(made.failures)
+
+
 def test_two_pickers_name_the_same_rank():
     """Each by what engines tell it."""
     first, second = scheduler(1, 3), scheduler(1, 3)
@@ -233,6 +323,7 @@ def test_one_that_fails_costs_the_header_alone(says):
     assert decision.request_headers() == {}
     (failure,) = made.failures
     assert failure.name == "data-parallel-rank-producer"
+    assert choices(made) == {"failed": 1}
 
 
 def test_it_works_by_being_declared():

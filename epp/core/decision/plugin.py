@@ -138,7 +138,7 @@ class ChoosesRanks(Plugin, Protocol):
     def rank_of(self, held_tokens: Sequence[int], sent: Sequence[int], /) -> int | None:
         """The rank of the endpoint that was picked; None: its engine is to choose.
 
-        `held_tokens`: of the prompt, that each rank said that it holds. `sent`: requests that this picker
+        `held_tokens`: of the prompt, that each rank is believed to hold. `sent`: requests that this picker
         has sent to each by the header, and that have not ended. Both have two members or more.
         """
         ...

@@ -5,7 +5,7 @@ everybody, in place of its picker the highest sum is taken.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from random import Random
 from typing import Final, cast
@@ -33,6 +33,7 @@ from epp.core.decision.plugin import (
     Scorer,
     TellsCost,
 )
+from epp.core.decision.rank_choice import RankChooser
 from epp.core.knowledge.candidates import Bools, Candidates, Floats, Ints
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint
@@ -120,27 +121,6 @@ class RequestMarker(Struct, frozen=True):
         if fault or set(cast(Mapping[str, str], found)) <= set(self.plugin.own_headers):
             return fault
         return "a header that is none of its own"
-
-
-class RankChooser(Struct, frozen=True):
-    """The plugin that chooses ranks, under its name in the configuration."""
-
-    name: str
-    plugin: ChoosesRanks
-    failures: PluginFailures
-
-    def rank_of(self, held_tokens: Sequence[int], sent: Sequence[int]) -> int | None:
-        """As of `ChoosesRanks`; None, if the plugin fails."""
-        try:
-            rank: object = self.plugin.rank_of(held_tokens, sent)
-        except BaseException as error:  # noqa: BLE001  the boundary of a plugin
-            self.failures.raised(self.name, "rank_of", error)
-            return None
-        if rank is None or (type(rank) is int and 0 <= rank < len(held_tokens)):
-            return rank
-        fault = f"{rank!r:.40}, expected None or a rank below {len(held_tokens)}"
-        self.failures.returned(self.name, "rank_of", fault)
-        return None
 
 
 def _headers(

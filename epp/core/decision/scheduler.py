@@ -40,7 +40,8 @@ from epp.core.decision.inputs import (
 )
 from epp.core.decision.kept_scores import KeptScores
 from epp.core.decision.plugin import GoesBySessions
-from epp.core.decision.profile import Kept, Marker, RankChooser, RequestMarker, Scored
+from epp.core.decision.profile import Kept, Marker, RequestMarker, Scored
+from epp.core.decision.rank_choice import RankChoice, RankChooser
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import Acted, Shadow, ShadowTotals, ShadowVerdict
 from epp.core.knowledge.answer_lengths import AnswerLengths
@@ -201,7 +202,9 @@ class Witness(Protocol):
 class Scheduler:
     """One pool of endpoints, one profile, the indexes it reads and the work in flight."""
 
-    def __init__(self, settings: SchedulerSettings, *, seed: int) -> None:
+    def __init__(  # noqa: PLR0915  a line each of what it has
+        self, settings: SchedulerSettings, *, seed: int
+    ) -> None:
         self.settings = settings
         self.seed = seed
         self.pool = EndpointPool()
@@ -246,6 +249,8 @@ class Scheduler:
         """Read of responses."""
         self.load_reports_unread = 0
         """They were malformed, or their endpoint was never scraped or has restarted."""
+        self.rank_choices: dict[RankChoice, int] = {}
+        """Requests sent to an endpoint with several ranks; empty, where no plugin chooses ranks."""
         self.sent: deque[Sent] | None = None
         """What peers are to be told, oldest first; None: there are none."""
         self.witness: Witness | None = None
@@ -640,6 +645,8 @@ class Scheduler:
         self._markers = profile.markers(self.failures)
         self._request_markers = profile.request_markers(self.failures)
         self._rank_chooser = profile.rank_chooser(self.failures)
+        if self._rank_chooser is not None:
+            self.rank_choices = dict.fromkeys(RankChoice, 0) | self.rank_choices
         self._tellers = profile.tellers
         self.outliers.configure(self.settings.ejection)
         self._kept_scores = KeptScores.of(profile.scorers)
@@ -889,11 +896,7 @@ class Scheduler:
         fallbacks: Sequence[Endpoint],
         now: Seconds,
     ) -> int | None:
-        """At which rank `lease` is served, which is counted from now on; None: its engine chooses.
-
-        An engine refuses a rank that it has not, and whoever serves in the place of the endpoint that was
-        picked gets the same headers: a rank is named that all of them have.
-        """
+        """At which rank `lease` is served, which is counted from now on; None: its engine chooses."""
         name, index = next(iter(self.hearing.items()), ("", None))
         if index is None:
             return None
@@ -901,20 +904,30 @@ class Scheduler:
             ranks = index.ranks_at(lease.slot)
             if ranks < 2:
                 return None
-            held = index.held_by_ranks(lease.request, lease.slot, now)
-            others = [self.pool.slot_of(endpoint) for endpoint in fallbacks]
-            least = min(
-                (index.ranks_at(slot) for slot in others if slot is not None), default=ranks
-            )
+            rank, choice = self._choose_rank(chooser, name, index, lease, now)
+            # An engine refuses a rank that it has not, and whoever serves in the place of the endpoint
+            # that was picked gets the same headers.
+            if rank is not None and rank >= self._fewest_ranks(index, fallbacks, ranks):
+                rank, choice = None, RankChoice.FALLBACK
         except BaseException as error:  # noqa: BLE001  the boundary of a plugin
             self.failures.raised(name, "held_by_ranks", error)
-            return None
-        tokens = [blocks * self._block_tokens_of(name) for blocks in held]
-        rank = chooser.rank_of(tokens, self.ledger.sent_to_ranks(lease.slot, len(tokens)))
-        if rank is None or rank >= least:
-            return None
-        self.ledger.place(lease, rank)
+            rank, choice = None, RankChoice.FAILED
+        self.rank_choices[choice] += 1
+        if rank is not None:
+            self.ledger.place(lease, rank)
         return rank
+
+    def _choose_rank(
+        self, chooser: RankChooser, name: str, index: HearsEngines, lease: Lease, now: Seconds
+    ) -> tuple[int | None, RankChoice]:
+        held = index.held_by_ranks(lease.request, lease.slot, now)
+        tokens = [blocks * self._block_tokens_of(name) for blocks in held]
+        return chooser.choose(tokens, self.ledger.sent_to_ranks(lease.slot, len(tokens)))
+
+    def _fewest_ranks(self, index: HearsEngines, endpoints: Sequence[Endpoint], ranks: int) -> int:
+        """How many all of `endpoints` have, `ranks` at most."""
+        slots = [self.pool.slot_of(endpoint) for endpoint in endpoints]
+        return min((index.ranks_at(slot) for slot in slots if slot is not None), default=ranks)
 
     def _fallbacks(
         self, candidates: Candidates, scored: Scored, picked: list[int]
@@ -961,7 +974,12 @@ class Scheduler:
     ) -> None:
         """Tell an index that the request of `lease` goes to `slot`, and keep what undoes that."""
         try:
-            lease.recorded[name] = index, index.record(lease.request, slot, now)
+            hearing = None if lease.rank < 0 else self.hearing.get(name)
+            if hearing is None:
+                recorded = index.record(lease.request, slot, now)
+            else:
+                recorded = hearing.record(lease.request, slot, now, rank=lease.rank)
+            lease.recorded[name] = index, recorded
         except BaseException as error:  # noqa: BLE001  the boundary of a plugin
             self.failures.raised(name, "record", error)
 

@@ -16,7 +16,8 @@ told all that it holds, the column `EXACT` says that nobody else need be asked.
 
 **Ranks.** An engine with several ranks behind its address has a mirror a rank, each with a bit, and is
 believed to hold what the best of them holds: whoever sends there says which rank is meant. It told all
-once each of its ranks did. A rank that is not heard any more is forgotten alone.
+once each of its ranks did. A rank that is not heard any more is forgotten alone. What was decided for a
+rank is noted twice: for its endpoint, beside what went to no rank in particular, and for the rank.
 
 **Never more than is held.** The last block of a prompt that is wholly cached is computed again, a block
 of the engine is used wholly or not at all, and a hybrid model needs all its groups at the same place:
@@ -166,10 +167,20 @@ class _Rank:
         return counts and place is not None and not place.mirror.cut
 
 
+class _Placed(Struct, frozen=True, gc=False):
+    """What undoes a `record` at a rank."""
+
+    anywhere: Any
+    """In the index of what was decided for endpoints."""
+    number: int
+    """Of the rank, in the index of what was decided for ranks."""
+    there: Any
+
+
 class _Slot:
     """What is known of one endpoint beside its rows."""
 
-    __slots__ = ("awaited", "blocks_total", "overdue", "ranks", "sought")
+    __slots__ = ("awaited", "blocks_total", "overdue", "placed", "ranks", "sought")
 
     def __init__(self) -> None:
         self.ranks = [_Rank()]
@@ -182,6 +193,8 @@ class _Slot:
         """Of all ranks; 0: the engine does not say."""
         self.sought: dict[int, Held] = {}
         """The last key of a prompt -> what was answered, and is followed until the engine holds it."""
+        self.placed: dict[int, int] = {}
+        """Rank -> its number in the index of what was decided for ranks; kept for as long as this."""
 
     @property
     def told_all(self) -> bool:
@@ -243,6 +256,10 @@ class ExactIndex:
         """The column `EXACT`; None: it is to be made anew."""
         self._settings = settings
         self._recent = PrefixIndex(self._recent_settings(settings))
+        self._placed = PrefixIndex(self._recent_settings(settings))
+        """What was decided for ranks, by their numbers."""
+        self._numbers = 0
+        """That were given to ranks."""
         self.configure(settings)
 
     def configure(self, settings: ExactIndexSettings) -> bool:
@@ -257,7 +274,8 @@ class ExactIndex:
         self._sglang = settings.kv_events_config.engine_type == "sglang"
         self._weights = {tier: settings.weight_of(tier) for tier in self._tiers}
         self.limit_memory(self._memory_share)
-        return self._recent.configure(self._recent_settings(settings))
+        recent = self._recent_settings(settings)
+        return self._recent.configure(recent) and self._placed.configure(recent)
 
     @staticmethod
     def _recent_settings(settings: ExactIndexSettings) -> _RecentSettings:
@@ -333,7 +351,8 @@ class ExactIndex:
     def bytes_estimated(self) -> int:
         """Process memory of the index, from measured constants."""
         keys = sum(map(len, self._tiers.values()))
-        return (keys + self._rows) * ROW_BYTES + self._recent.bytes_estimated
+        recent_bytes = self._recent.bytes_estimated + self._placed.bytes_estimated
+        return (keys + self._rows) * ROW_BYTES + recent_bytes
 
     def mirror_of(self, slot: int, rank: int = 0) -> Mirror | None:
         """What the engine in `slot` told of `rank`; None: nothing."""
@@ -399,6 +418,8 @@ class ExactIndex:
         for one in range(self.ranks_at(slot)) if rank is None else (rank,):
             self.silence(slot, rank=one)
         self._recent.forget(slot)
+        for number in self._slot(slot).placed.values():
+            self._placed.forget(number)
 
     def change(
         self,
@@ -429,10 +450,13 @@ class ExactIndex:
             self._await_nothing(slot)
         if known.place is None and state in _COUNTS:
             self._new_place(slot, rank)
-        ranks = self._slots[slot].ranks
+        ranks, placed = self._slots[slot].ranks, self._slots[slot].placed
         while len(ranks) > 1 and ranks[-1].is_gone:
-            self.silence(slot, rank=len(ranks) - 1)
+            last = len(ranks) - 1
+            self.silence(slot, rank=last)
             ranks.pop()
+            if last in placed:
+                self._placed.forget(placed[last])
         self._count_places()
 
     def ranks_at(self, slot: int) -> int:
@@ -440,7 +464,10 @@ class ExactIndex:
         return len(self._slots[slot].ranks) if slot < len(self._slots) else 1
 
     def held_by_ranks(self, request: InferenceRequest, slot: int, now: Seconds) -> list[int]:
-        """Leading full blocks that each rank in `slot` said that it holds, summed over the prompts."""
+        """Leading full blocks that each rank in `slot` holds, as it said or as was decided lately for it.
+
+        Summed over the prompts.
+        """
         ranks = self.ranks_at(slot)
         held = np.zeros(ranks, dtype=np.int64)
         known = self._slots[slot].ranks if slot < len(self._slots) else ()
@@ -455,6 +482,7 @@ class ExactIndex:
                 keys = array("Q", chain).tolist()[:usable]
                 depths = np.zeros(ranks, dtype=np.int64)
                 self._add_told(depths, request, number, keys, tokens, alive, rank_of)
+                self._add_placed(depths, slot, chain, usable, now)
                 held += depths
         found: list[int] = held.tolist()
         return found
@@ -513,21 +541,35 @@ class ExactIndex:
 
     # What the scheduler does.
 
-    def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
-        """Assume for a little while that `slot` holds `request`; returns what undoes it, or None."""
+    def record(
+        self, request: InferenceRequest, slot: int, now: Seconds, *, rank: int | None = None
+    ) -> Any:
+        """Assume for a little while that `slot` holds `request`, at `rank` if it has that among others.
+
+        Returns what undoes it, or None.
+        """
         chains = self._chains(request)
         if not chains:
             self._await_own(request, now)
         if not chains or not self._settings.speculative_indexing:
             return None
         self._await_told(chains[0], slot, now)
-        return self._recent.record(self._as_recent(chains), slot, now)
+        recent = self._as_recent(chains)
+        anywhere = self._recent.record(recent, slot, now)
+        if rank is None or not 0 <= rank < self.ranks_at(slot) or self.ranks_at(slot) < 2:
+            return anywhere
+        number = self._number_of(slot, rank)
+        return _Placed(anywhere, number, self._placed.record(recent, number, now))
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
         """`slot` was not sent `request` after all."""
         if recorded is not None:
             chains = request.token_chains.get(self.block_tokens, ())
-            self._recent.retract(self._as_recent(chains), slot, recorded, now)
+            recent = self._as_recent(chains)
+            if isinstance(recorded, _Placed):
+                self._placed.retract(recent, recorded.number, recorded.there, now)
+                recorded = recorded.anywhere
+            self._recent.retract(recent, slot, recorded, now)
             if chains:
                 self._await_no_more(slot, chains[0])
 
@@ -551,6 +593,7 @@ class ExactIndex:
         if self.bytes_estimated > self._memory_max_bytes:
             self._give_up(min(SWEPT_MAX, self._above()))
         self._recent.expire(now)
+        self._placed.expire(now)
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
         """The engine in `slot` has so many blocks: it cannot hold more."""
@@ -677,6 +720,24 @@ class ExactIndex:
                 depth = whole // self.block_tokens
             weighed = int(depth - lost.get(place_number, 0.0))
             depths[at] = max(depths.item(at), weighed)
+
+    def _add_placed(self, depths: Ints, slot: int, chain: bytes, usable: int, now: Seconds) -> None:
+        """Raise `depths`, by rank, to what was decided lately for the ranks of `slot`."""
+        if not self._placed.entries or not self._slot(slot).placed:
+            return
+        known = self._placed.match(self._as_recent((chain,)), self._numbers, now).matched
+        for rank, number in self._slot(slot).placed.items():
+            if rank < len(depths):
+                depths[rank] = max(depths.item(rank), min(known.item(number), usable))
+
+    def _number_of(self, slot: int, rank: int) -> int:
+        """Of a rank in the index of what was decided for ranks."""
+        placed = self._slot(slot).placed
+        number = placed.get(rank)
+        if number is None:
+            number = placed[rank] = self._numbers
+            self._numbers += 1
+        return number
 
     def _add_host_blocks(self, host: Floats, keys: list[int]) -> None:
         """Add to each slot how many of `keys`, from the first on, are in the memory of its host."""
@@ -808,7 +869,10 @@ class ExactIndex:
                 self._exact = None
             late_s = now - awaited[0][0] if awaited else 0.0
             # What is told in time needs no time of its own.
-            self._recent.stretch(slot, 1.0 + late_s / ttl_s if late_s > ttl_s / 2 else 1.0)
+            factor = 1.0 + late_s / ttl_s if late_s > ttl_s / 2 else 1.0
+            self._recent.stretch(slot, factor)
+            for number in known.placed.values():
+                self._placed.stretch(number, factor)
             self._awaiting = self._awaiting or bool(awaited)
 
     def _await_no_more(self, slot: int, chain: bytes) -> None:

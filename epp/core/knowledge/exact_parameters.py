@@ -142,7 +142,8 @@ class PodDiscoveryConfig(Parameters, frozen=True):
     replay_socket_port: Port | None = None
     """Where old events are asked for; None: where the endpoint says, or not at all."""
     data_parallel_size: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1
-    """Ranks behind each address, where it is not asked: the next one publishes at the next port."""
+    """Ranks behind each address, where it is not asked: the next one publishes at the next port, or says
+    in what it sends that it is the next where engines connect."""
     pod_label_selector: str = ""
     """The endpoints of the pool are listened to, whatever it says."""
     pod_namespace: str = ""

@@ -157,6 +157,15 @@ class HearsEngines(AffinityIndex, Protocol):
     stream of its own. What it is believed to hold of a prompt is what the best of them holds.
     """
 
+    def record(
+        self, request: InferenceRequest, slot: int, now: Seconds, *, rank: int | None = None
+    ) -> Any:
+        """As of `AffinityIndex`. `rank`: which was told to serve; None: none was.
+
+        The engine in `slot` may have fewer.
+        """
+        ...
+
     def hear(self, slot: int, events: Sequence[Event], now: Seconds, *, rank: int) -> Heard:
         """The engine in `slot` says so; events may be anything."""
         ...
@@ -195,7 +204,10 @@ class HearsEngines(AffinityIndex, Protocol):
         ...
 
     def held_by_ranks(self, request: InferenceRequest, slot: int, now: Seconds) -> Sequence[int]:
-        """Leading blocks of `request` that each rank of the engine in `slot` said that it holds."""
+        """Leading blocks of `request` that each rank of the engine in `slot` is believed to hold.
+
+        By what it said, and what was decided lately for this rank.
+        """
         ...
 
     def held(self, request: InferenceRequest, slot: int) -> Held | None:

@@ -231,6 +231,18 @@ _hash_of_usual_removal: Final = struct.Struct(
 ).iter_unpack
 _USUAL_REMOVAL: Final = _RemovedMap([], medium="GPU", group_idx=0)
 _ARRAY32_HEAD: Final = bytes([_ARRAY32])
+_ARRAY_OF_3: Final = b"\x93"
+_SMALL_INTEGERS: Final = 0x80
+"""A byte below is such an integer."""
+
+
+def rank_in(payload: bytes) -> int | None:
+    """The rank that `payload` says it is of, looked up in its last byte alone.
+
+    None: it says none, or none below 128.
+    """
+    rank = payload[-1] if payload[:1] == _ARRAY_OF_3 else _SMALL_INTEGERS
+    return rank if rank < _SMALL_INTEGERS else None
 
 
 def read_payload(payload: bytes) -> Batch:

@@ -3,7 +3,7 @@
 An engine that connects does not say who it is before its first message, and then in the topic, which it
 may choose. So who speaks is told by the address that it connects from: it speaks for an endpoint at that
 address and for no other. The topic, `kv@IP:PORT@MODEL` as the field writes it, tells which, where there are
-several. An address of which no endpoint is known is not listened to, and neither is one, for a while,
+several; of several ranks behind one endpoint each payload tells which, and whoever hears them asks it. An address of which no endpoint is known is not listened to, and neither is one, for a while,
 that spoke for others: its connections are kept, unread, as long as a handshake may take, because
 whoever is closed at once comes back at once.
 """
@@ -49,19 +49,20 @@ class Turned(StrEnum):
     TOPIC = "topic of no endpoint"
     LIE = "topic of another address"
     TAKEN = "endpoint that is heard already"
+    RANK = "rank that is not told apart"
 
 
 class Hears(Protocol):
     """What becomes of those who connected; endpoints are told by their identity."""
 
-    def engine_connected(self, endpoint_id: str, lines: ZmtpLines) -> bool:
-        """From now on `lines` speak for it; False: others do. May be told again."""
+    def engine_connected(self, endpoint_id: str, lines: ZmtpLines) -> None:
+        """Nobody else can speak on `lines`, on which nothing was said yet."""
         ...
 
     def engine_said(
         self, endpoint_id: str, lines: ZmtpLines, sequence: int, payload: bytes
-    ) -> None:
-        """Of lines that speak for it."""
+    ) -> Turned | None:
+        """Why it is not listened to; None: it is, and `lines` speak for the endpoint from now on."""
         ...
 
     def engine_parted(self, lines: ZmtpLines, why: str) -> None:
@@ -89,9 +90,10 @@ class KVEventServer:
         port: int,
         *,
         topic: bytes = b"",
+        ranks: int = 1,
         clock: Callable[[], Seconds] = time.monotonic,
     ) -> None:
-        """`host`: "" is everywhere. `topic`: what topics must begin with."""
+        """`host`: "" is everywhere. `topic`: what topics must begin with. `ranks`: of an endpoint."""
         self.turned: Counter[Turned] = Counter()
         self.problem = ""
         """Why nobody can connect."""
@@ -100,6 +102,7 @@ class KVEventServer:
         self._hears = hears
         self._host = host
         self._topic = topic
+        self._ranks = ranks
         self._clock = clock
         self._endpoints: dict[str, dict[str, str]] = {}
         """Address of a pod -> of each endpoint there, its address with the port -> its identity."""
@@ -158,8 +161,8 @@ class KVEventServer:
             self._keep_unread(lines)
             return
         connections = sum(peer.host == host for peer in self._peers.values())
-        if connections > len(at_host):
-            # One more than there are endpoints: an engine comes back before the old is known to be gone.
+        if connections > len(at_host) * self._ranks:
+            # One more than there are ranks: an engine comes back before the old is known to be gone.
             self.turned[Turned.CONNECTIONS] += 1
             lines.end()
             return
@@ -220,13 +223,13 @@ class KVEventServer:
                 # Topics of one endpoint are as many as whoever sends them likes.
                 peer.speaks_for.clear()
             peer.speaks_for[topic] = endpoint_id
-        if self._hears.engine_connected(endpoint_id, lines):
-            self._hears.engine_said(endpoint_id, lines, *live)
+        why = self._hears.engine_said(endpoint_id, lines, *live)
+        if why is None:
             return
-        self.turned[Turned.TAKEN] += 1
+        self.turned[why] += 1
         peer.unknown_messages += 1
         if peer.unknown_messages > UNKNOWN_MESSAGES_MAX:
-            lines.end("speaks for an endpoint that is heard already")
+            lines.end(f"speaks for an {why}" if why is Turned.TAKEN else f"speaks for a {why}")
 
     def _endpoint_of(self, host: str, topic: bytes) -> str | Turned:
         """Whom a message of `topic` from `host` is of."""

@@ -7,7 +7,8 @@ them, so that an engine that never stops talking gets a third of the loop and no
 further ahead is not read from, and its engine drops what it cannot send.
 
 Engines that connect themselves are taken in by `kv_event_server`; of both ways an endpoint has one at a
-time. Where no port is configured each endpoint is asked `GET /kv_event_sources`, which vLLM answers since
+time. Of these it is configured how many ranks they have, and each payload says of which it is; one that
+says more than it may is not heard, since nobody knows at which rank a request finds what it told. Where no port is configured each endpoint is asked `GET /kv_event_sources`, which vLLM answers since
 0.31; who does not know that is tried at the port that the field uses. An engine may have several ranks
 behind its address: each is followed by itself, and is asked after again when any of them is not found
 or the engine has restarted, since it may have fewer then.
@@ -30,6 +31,7 @@ from epp.core.address import address_of
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.exact_parameters import KvEventsConfig
 from epp.core.knowledge.index import RANKS_MAX
+from epp.core.kv_events.payload import rank_in
 from epp.core.kv_events.stream import AskReplay, StreamState
 from epp.core.kv_events.zmtp import (
     SocketType,
@@ -40,7 +42,7 @@ from epp.core.kv_events.zmtp import (
 )
 from epp.core.subscription import Asked, Subscription
 from epp.core.types import Endpoint, MetricsTarget, Seconds, pod_of, ranks_of
-from epp.shell.engines.kv_event_server import KVEventServer
+from epp.shell.engines.kv_event_server import KVEventServer, Turned
 from epp.shell.engines.loop_share import LoopShare
 from epp.shell.engines.page_client import BadResponseError, PageClient
 from epp.shell.engines.zmtp_lines import ZmtpLines
@@ -156,6 +158,10 @@ class _Source:
         self.heard_at: Place | None = None
         """Where it is heard: by `lines`, whoever opened them."""
         self.problem = ""
+        self.rank_said: int | None = None
+        """Of the first, by an engine that connected and is to have one rank: of which it said to be."""
+        self.refused = ""
+        """Why an engine that connects is not listened to."""
         self.lines: ZmtpLines | None = None
         self.task: asyncio.Task[None] | None = None
         self.replay: asyncio.Task[None] | None = None
@@ -231,7 +237,13 @@ class KVEventListener:
             self._close_server()
             if settings is not None and settings.binds is not None:
                 topic = settings.topic_filter.encode()
-                self.server = KVEventServer(self, *settings.binds, topic=topic, clock=self._clock)
+                self.server = KVEventServer(
+                    self,
+                    *settings.binds,
+                    topic=topic,
+                    ranks=_ranks_that_connect(settings),
+                    clock=self._clock,
+                )
         self._wanted.clear()
         if settings is not None:
             self._wanted.set()
@@ -248,7 +260,7 @@ class KVEventListener:
                         source.endpoint = endpoint
                     self._sources[endpoint.endpoint_id] = known
                 else:
-                    self._sources[endpoint.endpoint_id] = _Source(endpoint, slot)
+                    self._sources[endpoint.endpoint_id] = self._new_source(endpoint, slot, settings)
         for gone in before.values():
             self._drop(gone)
         if self.server is not None:
@@ -321,13 +333,56 @@ class KVEventListener:
 
     # Who connects to us.
 
-    def engine_connected(self, endpoint_id: str, lines: ZmtpLines) -> bool:
-        """From now on `lines` speak for it; False: others do."""
+    def engine_connected(self, endpoint_id: str, lines: ZmtpLines) -> None:
+        """Nobody else can speak on `lines`, on which nothing was said yet."""
         source = self._sources.get(endpoint_id)
-        if source is None or self._settings is None or lines.transport is None:
-            return False
-        if source.others:
-            # Which of the ranks speaks is not known.
+        if source is not None and not source.others and not source.refused:
+            self._take_in(source, lines)
+
+    def engine_said(
+        self, endpoint_id: str, lines: ZmtpLines, sequence: int, payload: bytes
+    ) -> Turned | None:
+        """Why it is not listened to; None: it is, and `lines` speak for the endpoint from now on."""
+        first = self._sources.get(endpoint_id)
+        if first is None:
+            return Turned.TAKEN
+        source = self._rank_that_says(first, payload)
+        if isinstance(source, Turned):
+            return source
+        if not self._take_in(source, lines):
+            return Turned.TAKEN
+        assert source.subscription is not None, "it was made when they connected"
+        self._ask(source, source.subscription.received(sequence, payload, self._clock()))
+        return None
+
+    def _rank_that_says(self, first: _Source, payload: bytes) -> _Source | Turned:
+        """Of the endpoint of `first`; or why `payload` is not listened to."""
+        rank = rank_in(payload)
+        if first.refused:
+            return Turned.RANK
+        if first.others:
+            if self._settings is None or self._settings.discover_pods:
+                # They are heard where they publish.
+                return Turned.TAKEN
+            known = rank is not None and rank < len(first.ranks)
+            return first.ranks[rank or 0] if known else Turned.RANK
+        if rank is None or rank == first.rank_said:
+            return first
+        if first.rank_said is None:
+            first.rank_said = rank
+            return first
+        first.refused = first.problem = (
+            f"connects with ranks {first.rank_said} and {rank}, which are not told apart: declare a "
+            "data-parallel-rank-producer, and how many there are in dataParallelSize"
+        )
+        if first.lines is not None:
+            first.lines.end("is not listened to any more")
+        self._end_subscription(first)
+        return Turned.RANK
+
+    def _take_in(self, source: _Source, lines: ZmtpLines) -> bool:
+        """From now on `lines`, of an engine that connected, speak for `source`; False: others do."""
+        if self._settings is None or lines.transport is None:
             return False
         if source.lines is lines:
             return True
@@ -343,27 +398,38 @@ class KVEventListener:
             return False
         if before is not None:
             before.end("is not listened to any more: another connection speaks for the endpoint")
-        replay = self._settings.pod_discovery_config.replay_socket_port
-        rank = self._ranks[endpoint_id]
         port: int = lines.transport.get_extra_info("peername")[1]
-        place = Place(source.endpoint.host, port, None if replay is None else replay + rank)
         source.lines = lines
-        self._connected(source, place)
+        self._connected(source, self._place_of_who_connects(source, port, self._settings))
         return True
 
-    def engine_said(
-        self, endpoint_id: str, lines: ZmtpLines, sequence: int, payload: bytes
-    ) -> None:
-        """Of lines that speak for it."""
-        source = self._sources[endpoint_id]
-        assert source.subscription is not None, "it was made when they connected"
-        self._ask(source, source.subscription.received(sequence, payload, self._clock()))
+    def _place_of_who_connects(self, source: _Source, port: int, settings: KvEventsConfig) -> Place:
+        """An engine that connects from `port` binds that of old events all the same."""
+        replay = settings.pod_discovery_config.replay_socket_port
+        rank = self._ranks[source.endpoint.endpoint_id] + source.rank
+        return Place(source.endpoint.host, port, None if replay is None else replay + rank)
+
+    def _new_source(self, endpoint: Endpoint, slot: int, settings: KvEventsConfig) -> _Source:
+        """With its ranks, where it is configured how many there are and nobody is asked."""
+        first = _Source(endpoint, slot)
+        ranks = _ranks_that_connect(settings)
+        if ranks == 1:
+            return first
+        why = _unheard(ranks, self._pods[pod_of(endpoint)], ranks_chosen=self._ranks_chosen)
+        if why:
+            first.refused = first.problem = f"dataParallelSize is {why}"
+            return first
+        first.others = [_Source(endpoint, slot, rank=rank, first=first) for rank in range(1, ranks)]
+        for source in first.ranks:
+            # All that an endpoint holds is known once each of its ranks is heard.
+            self._open_subscription(source, self._place_of_who_connects(source, 0, settings))
+        return first
 
     def engine_parted(self, lines: ZmtpLines, why: str) -> None:
         """`lines` speak for nobody any more."""
-        for source in self._sources.values():
+        for source in self._every_rank():
             if source.lines is lines:
-                source.problem = f"{_spelt(source.heard_at)} {why}"
+                source.problem = source.refused or f"{_spelt(source.heard_at)} {why}"
                 self._parted(source, lines)
 
     def _close_server(self) -> None:
@@ -704,6 +770,11 @@ class KVEventListener:
                 lives = self._scheduler.lives.get(source.slot, 0)
                 if source.place is not None and lives != source.lives:
                     self._ask_anew(source)
+                elif source.rank_said is not None and lives != source.lives:
+                    # Another process may be of another rank.
+                    source.lives, source.rank_said = lives, None
+                    if source.refused:
+                        source.refused = source.problem = ""
             for source in self._every_rank():
                 subscription = source.subscription
                 if subscription is None:
@@ -761,6 +832,11 @@ class KVEventListener:
             lag_s=None if told_at_s is None else self._wall_clock() - told_at_s,
             sequence=subscription.noted,
         )
+
+
+def _ranks_that_connect(settings: KvEventsConfig) -> int:
+    """Of an endpoint: those that are found connect to nobody."""
+    return 1 if settings.discover_pods else settings.pod_discovery_config.data_parallel_size
 
 
 def _counts_of(subscription: Subscription) -> dict[tuple[str, str], int]:

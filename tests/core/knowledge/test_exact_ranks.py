@@ -22,8 +22,8 @@ def ranked(ranks=3, block_tokens=64, **fields):
     return index
 
 
-def by_rank(index, tokens, slot=1):
-    return list(index.held_by_ranks(asked(tokens), slot, 0.0))
+def by_rank(index, tokens, slot=1, now=0.0):
+    return list(index.held_by_ranks(asked(tokens), slot, now))
 
 
 def exact(index):
@@ -164,6 +164,78 @@ def test_what_was_decided_is_told_by_any_rank():
     assert index.match(asked(TOKENS[:300]), 3, 45.0).columns[EXACT].tolist() == [1.0, 1.0, 1.0]
 
 
+def test_what_was_decided_for_a_rank_is_believed_of_that_rank():
+    """For as long as of its endpoint; where the engine chose nobody knows of which."""
+    index = ranked()
+    index.hear(1, [run(TOKENS[:128])], 10.0, rank=0)
+    index.record(asked(TOKENS[:300]), 1, 10.0, rank=2)
+    index.record(asked(TOKENS[512:800]), 1, 10.0)
+    assert by_rank(index, TOKENS[:600], now=10.0) == [2, 0, 4]
+    assert by_rank(index, TOKENS[512:800], now=10.0) == [0, 0, 0]
+    assert held(index, asked(TOKENS[:600]), 10.0) == [0, 4, 0]
+    # The last token is computed, whoever holds all.
+    assert by_rank(index, TOKENS[:256], now=10.0) == [2, 0, 3]
+    assert by_rank(index, TOKENS[:600], now=12.5) == [2, 0, 0]
+    index.hear(1, [run(TOKENS[:256], first=900)], 12.5, rank=2)
+    assert by_rank(index, TOKENS[:600], now=12.5) == [2, 0, 4]
+
+
+@pytest.mark.parametrize("rank", [0, 3, 64, 10**9])
+def test_what_was_decided_for_a_rank_that_is_not_there_is_believed_of_the_endpoint(rank):
+    """Whoever serves in the place of another is told the same rank."""
+    index = opened()
+    undone = index.record(asked(TOKENS[:300]), 1, 0.0, rank=rank)
+    assert held(index, asked(TOKENS[:300])) == [0, 4, 0]
+    assert by_rank(index, TOKENS[:300]) == [0]
+    index.retract(asked(TOKENS[:300]), 1, undone, 0.0)
+    assert held(index, asked(TOKENS[:300])) == [0, 4, 0], "its chains went with another request"
+    given_prompt = asked(TOKENS[512:800])
+    undone = index.record(given_prompt, 1, 0.0, rank=rank)
+    index.retract(given_prompt, 1, undone, 0.0)
+    assert held(index, given_prompt) == [0, 0, 0]
+
+
+def test_what_was_not_sent_to_a_rank_after_all_is_not_believed_of_it():
+    index = ranked()
+    first, second = asked(TOKENS[:300]), asked(TOKENS[:300])
+    undone = index.record(first, 1, 0.0, rank=2)
+    index.record(second, 1, 0.0, rank=1)
+    index.retract(first, 1, undone, 0.0)
+    assert by_rank(index, TOKENS[:300]) == [0, 4, 0]
+    assert held(index, asked(TOKENS[:300])) == [0, 4, 0]
+
+
+def test_what_was_decided_for_a_rank_goes_with_what_was_decided():
+    """When a cache is cleared, the endpoint or the rank goes, or nothing is to be believed of decisions."""
+    index = ranked()
+    for forget in (
+        lambda: index.forget(1),
+        lambda: index.clear(1, rank=0),
+        lambda: index.hear(1, [Cleared()], 0.0, rank=2),
+    ):
+        index.record(asked(TOKENS[:300]), 1, 0.0, rank=2)
+        assert by_rank(index, TOKENS[:300]) == [0, 0, 4]
+        forget()
+        assert by_rank(index, TOKENS[:300]) == [0, 0, 0]
+    index.record(asked(TOKENS[:300]), 1, 0.0, rank=2)
+    index.silence(1, rank=2)
+    assert by_rank(index, TOKENS[:300]) == [0, 0, 4]
+    index.set_stream(1, NONE, complete=False, rank=2)
+    index.set_stream(1, LIVE, complete=True, rank=2)
+    assert by_rank(index, TOKENS[:300]) == [0, 0, 0]
+    index = ranked(speculative_indexing=False)
+    index.record(asked(TOKENS[:300]), 1, 0.0, rank=2)
+    assert by_rank(index, TOKENS[:300]) == [0, 0, 0]
+
+
+def test_whoever_tells_late_is_believed_to_hold_what_was_decided_for_a_rank_as_long():
+    index = ranked()
+    index.record(asked(TOKENS[:300]), 1, 0.0, rank=2)
+    for now in range(1, 6):
+        index.match(asked(TOKENS[512:800]), 3, float(now))
+        assert by_rank(index, TOKENS[:300], now=float(now)) == [0, 0, 4]
+
+
 def test_what_is_held_is_told_of_the_best_rank():
     """Where all of them tell all."""
     index = ranked(2)
@@ -229,3 +301,60 @@ def test_ranks_are_as_endpoints_would_be(steps):
         assert found == expected[: len(found)]
         assert not any(expected[len(found) :])
         assert ranks.match(given_prompt, 1, 0.0).matched.tolist() == [max(expected)]
+
+
+PROMPTS = TOKENS[:600], TOKENS[:200] + TOKENS[700:1_100]
+WHOLE = tuple(map(asked, PROMPTS))
+DECISIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("record"), st.integers(0, 3), st.integers(1, 8)),
+        st.tuples(st.just("retract"), st.integers(0, 30), st.just(0)),
+        st.tuples(st.just("store"), st.integers(0, 3), st.integers(1, 8)),
+        st.tuples(st.just("silence"), st.integers(0, 3), st.just(0)),
+        st.tuples(st.just("forget"), st.just(0), st.just(0)),
+        st.tuples(st.just("wait"), st.integers(0, 3), st.just(0)),
+    ),
+    max_size=20,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(DECISIONS)
+def test_what_was_decided_for_ranks_is_believed_as_of_endpoints(steps):
+    """Of two prompts with a common head; the endpoint is believed to hold no less than the best of them."""
+    ranks, apart = opened(live=()), opened(live=())
+    for rank in range(4):
+        ranks.set_stream(0, LIVE, complete=True, rank=rank)
+        apart.set_stream(rank, LIVE, complete=True)
+    undone, now = [], 0.0
+    for number, (what, which, blocks) in enumerate(steps):
+        if what == "record":
+            given_prompt = asked(PROMPTS[number % 2][: 64 * blocks])
+            first = ranks.record(given_prompt, 0, now, rank=which)
+            undone.append((given_prompt, which, first, apart.record(given_prompt, which, now)))
+        elif what == "retract":
+            if which < len(undone):
+                given_prompt, rank, first, second = undone.pop(which)
+                ranks.retract(given_prompt, 0, first, now)
+                apart.retract(given_prompt, rank, second, now)
+        elif what == "store":
+            event = [run(PROMPTS[number % 2][: 64 * blocks], first=1_000 * number)]
+            ranks.hear(0, event, now, rank=which)
+            apart.hear(which, event, now)
+        elif what == "silence":
+            ranks.silence(0, rank=which)
+            apart.silence(which)
+        elif what == "forget":
+            undone.clear()
+            ranks.forget(0)
+            for slot in range(4):
+                apart.forget(slot)
+            for rank in range(4):
+                ranks.set_stream(0, LIVE, complete=True, rank=rank)
+                apart.set_stream(rank, LIVE, complete=True)
+        else:
+            now += which / 4
+        for whole in WHOLE:
+            expected = apart.match(whole, 4, now).matched.tolist()
+            assert list(ranks.held_by_ranks(whole, 0, now)) == expected
+            assert ranks.match(whole, 1, now).matched.item(0) >= max(expected)

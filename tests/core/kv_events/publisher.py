@@ -22,6 +22,7 @@ class FakeEngine:
         """Number of a physical block -> the hash of what it holds; the next to go first."""
         self.numbers = count()
         self.events = []
+        self.rank = 0
 
     def hashes_of(self, tokens, salt=""):
         parent = hashlib.sha256(self.seed + salt.encode()).digest()
@@ -112,7 +113,7 @@ class FakeEngine:
     def step(self):
         """The payload of all that happened since the last one."""
         events, self.events = self.events, []
-        return msgspec.msgpack.encode([1_000.0, events, 0])
+        return msgspec.msgpack.encode([1_000.0, events, self.rank])
 
 
 class FakePublisher:

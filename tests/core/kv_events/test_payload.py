@@ -16,6 +16,7 @@ from epp.core.kv_events.payload import (
     Fault,
     Removed,
     Stored,
+    rank_in,
     read_payload,
 )
 
@@ -304,6 +305,29 @@ def test_the_rank_is_told_and_may_be_missing():
     assert read_payload(payload(rank=3)) == Batch(at_s=1.5, rank=3)
     assert read_payload(msgspec.msgpack.encode([1.5, []])).rank == 0
     assert read_payload(payload(rank=-5)).rank == 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "rank"),
+    [
+        ([1.5, [], 0], 0),
+        ([1.5, [["AllBlocksCleared"]], 63], 63),
+        ([1.5, [], 127], 127),
+        ([1.5, [], 128], None),
+        ([1.5, [], -1], None),
+        ([1.5, [], None], None),
+        ([1.5, [1]], None),
+        (1, None),
+        ({}, None),
+    ],
+)
+def test_the_rank_is_told_without_reading_the_rest(batch, rank):
+    """As whoever reads all finds it."""
+    encoded = msgspec.msgpack.encode(batch)
+    assert rank_in(encoded) == rank
+    if rank is not None:
+        assert read_payload(encoded).rank == rank
+    assert rank_in(b"") is rank_in(b"\x93") is None
 
 
 @settings(deadline=None)

@@ -176,6 +176,103 @@ async def test_who_connects_besides_speaks_for_none_of_the_ranks():
         assert picker.live
 
 
+def central(ranks):
+    """Nobody is asked; engines connect."""
+    ports = PodDiscoveryConfig(data_parallel_size=ranks)
+    return {
+        "zmq_endpoint": "tcp://127.0.0.1:0",
+        "discover_pods": False,
+        "pod_discovery_config": ports,
+    }
+
+
+async def connect(picker, *pods):
+    """Each as the next rank."""
+    listening = picker.listener.server
+    await eventually(lambda: listening.port)
+    for number, pod in enumerate(pods):
+        pod.engine.rank = number
+        await pod.connect(listening.port)
+
+
+async def test_ranks_that_connect_are_told_apart_by_what_they_say():
+    """And all is known of their endpoint once each of them is heard."""
+    one, two = KVEventPod(), KVEventPod()
+    async with one, two, Picker(one, ranks_chosen=True, **central(2)) as picker:
+        assert picker.row().problem == "rank 0 of 2: is connecting"
+        await connect(picker, one, two)
+        one.serve(prompt(1, 2))
+        await eventually(lambda: held(picker, prompt(1, 2)) == [64, 0])
+        assert picker.row().problem == "rank 1 of 2: is connecting"
+        two.serve(prompt(1))
+        await eventually(lambda: held(picker, prompt(1, 2)) == [64, 32])
+        assert (picker.row().state, picker.row().complete) == (StreamState.LIVE, True)
+        assert one.asked == 0
+        one.cut()
+        await eventually(lambda: "rank 0 of 2: tcp://127.0.0.1:" in picker.row().problem)
+        await eventually(lambda: held(picker, prompt(1, 2)) == [0, 32])
+        await connect(picker, one)
+        one.serve(prompt(3))
+        await eventually(lambda: held(picker, prompt(3)) == [32, 0])
+
+
+async def test_a_rank_beyond_what_is_configured_is_counted_and_not_heard():
+    one, two = KVEventPod(), KVEventPod()
+    async with one, two, Picker(one, ranks_chosen=True, **central(2)) as picker:
+        await connect(picker, one, two)
+        two.engine.rank = 2
+        two.serve(prompt(1))
+        await eventually(lambda: picker.listener.server.turned[Turned.RANK] == 1)
+        assert picker.listener.snapshot().faults[Turned.RANK] == 1
+        assert held(picker, prompt(1)) == [0, 0]
+
+
+async def test_what_ranks_kept_is_asked_for_at_a_port_each():
+    """The next rank has the next port."""
+    async with KVEventPod() as pod:
+        pod.serve(prompt(1))
+        ports = PodDiscoveryConfig(replay_socket_port=pod.replay_port - 1, data_parallel_size=2)
+        settings = central(2) | {"pod_discovery_config": ports}
+        async with Picker(pod, ranks_chosen=True, **settings) as picker:
+            await connect(picker, pod)
+            pod.engine.rank = 1
+            pod.serve(prompt(2))
+            await eventually(lambda: held(picker, prompt(1)) == [0, 32])
+            assert pod.replayed == 1
+
+
+async def test_without_a_plugin_ranks_that_connect_are_not_heard():
+    async with KVEventPod() as pod, Picker(pod, **central(2)) as picker:
+        assert picker.row().problem.startswith("dataParallelSize is 2 ranks behind 1 endpoint")
+        await connect(picker, pod)
+        pod.serve(prompt(1))
+        await eventually(lambda: picker.listener.server.turned[Turned.RANK] == 1)
+        assert picker.row().state is StreamState.NONE
+        assert "declare a data-parallel-rank-producer" in picker.row().problem
+
+
+async def test_an_engine_that_connects_with_more_ranks_than_it_should_is_not_heard():
+    """What one of them holds does not say what a request finds. It may be another process next time."""
+    one, two = KVEventPod(), KVEventPod()
+    async with one, two, Picker(one, **central(1)) as picker:
+        await connect(picker, one, two)
+        one.serve(prompt(1))
+        await eventually(lambda: picker.believed(prompt(1)) == 32)
+        two.serve(prompt(2))
+        await eventually(lambda: "connects with ranks 0 and 1" in picker.row().problem)
+        assert picker.believed(prompt(1)) == picker.believed(prompt(2)) == 0
+        assert picker.row().state is StreamState.NONE
+        two.serve(prompt(3))
+        await eventually(lambda: picker.listener.server.turned[Turned.RANK] == 2)
+        two.cut()
+        picker.scrape(process=1.0)
+        picker.scrape(process=2.0)
+        await eventually(lambda: "has not connected" in picker.row().problem)
+        await connect(picker, one)
+        await eventually(lambda: picker.live)
+        assert picker.row().problem == ""
+
+
 def rank(port, host="*", **fields):
     return {"endpoint": f"tcp://{host}:{port}", "replay_endpoint": None} | fields
 

@@ -720,6 +720,14 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         ("kind",),
         "counter",
     ),
+    _sampled(
+        "homing_rank_choices_total",
+        "requests",
+        "Requests sent to an endpoint with several data-parallel ranks: one was named, or why its "
+        "engine chose: unheld, alike, crowded, fallback, failed. With a plugin that chooses ranks only.",
+        ("result",),
+        "counter",
+    ),
     # Replicas. All absent where this picker is alone.
     _sampled("homing_peers", "replicas", "Other replicas that were heard in the last 3 seconds."),
     _sampled(

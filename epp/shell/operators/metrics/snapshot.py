@@ -54,6 +54,7 @@ def pool_snapshot(
             "read": scheduler.load_reports,
             "unread": scheduler.load_reports_unread,
         },
+        rank_choices={choice.value: count for choice, count in scheduler.rank_choices.items()},
         messages=messages or {},
         segments={"known": scheduler.segments.known, "new": scheduler.segments.new},
         hits={slot: one for slot, one in compared.items() if one is not None},

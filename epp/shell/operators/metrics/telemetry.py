@@ -108,6 +108,8 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     memory_pressure: int = 0
     load_reports: Mapping[str, int] = field(default_factory=dict)
     """Result -> load reports in response headers."""
+    rank_choices: Mapping[str, int] = field(default_factory=dict)
+    """Result -> requests sent to an endpoint with several ranks; empty where no plugin chooses ranks."""
     messages: Mapping[str, int] = field(default_factory=dict)
     """Way in which messages of gateways were read -> how many."""
     connected: Connected | None = None
@@ -886,6 +888,8 @@ def _add_pool(families: _Families, snapshot: PoolSnapshot) -> None:
     families["homing_memory_pressure"].add_metric([], snapshot.memory_pressure)
     for result, count in snapshot.load_reports.items():
         families["homing_load_reports_total"].add_metric([result], count)
+    for result, choices in snapshot.rank_choices.items():
+        families["homing_rank_choices_total"].add_metric([result], choices)
     for result, segments in snapshot.segments.items():
         families["homing_prompt_segments_total"].add_metric([result], segments)
     for result, spans in snapshot.spans.items():

@@ -35,6 +35,7 @@ def test_a_snapshot_counts_what_is_known_and_what_is_ready():
     assert {index.name for index in shown.indexes} == set(scheduler.indexes)
     assert (shown.memory_limit_bytes, shown.memory_pressure) == (1_000, 0)
     assert shown.load_reports == {"read": 0, "unread": 0}
+    assert shown.rank_choices == {}
     assert (shown.cluster, shown.peers) == (None, None)
 
 

@@ -167,6 +167,7 @@ def snapshot(count=4, **fields):
         memory_limit_bytes=2**30,
         memory_pressure=1,
         load_reports={"read": 6, "unread": 2},
+        rank_choices={"named": 3, "crowded": 0},
         cluster=ClusterSnapshot(
             kinds={
                 "pods": Reflection(
@@ -776,6 +777,8 @@ def test_the_pool_is_read_when_the_page_is_made():
     assert exported("homing_extproc_connections") == 3
     assert exported("homing_extproc_unacknowledged_bytes") == 70
     assert exported("homing_prompt_segments_total", result="known") == 5
+    assert exported("homing_rank_choices_total", result="named") == 3
+    assert exported("homing_rank_choices_total", result="crowded") == 0
     assert exported("homing_prefix_indexer_size", index="approx") == 12
     kind = "approx-prefix-cache-producer"
     assert exported("homing_index_info", index="approx", type=kind, origin="decided") == 1

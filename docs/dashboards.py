@@ -4,13 +4,14 @@ A dashboard is rows of panels; a panel is a title, a sentence, a unit and its qu
 wants besides is the same for all. `tests/chart/test_monitoring.py` fails when a file is stale.
 """
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from msgspec import Struct
+
+from docs.row_lines import row_lines
 
 FOLDER: Final = Path(__file__).parents[1] / "charts/homing/files/dashboards"
 COLUMNS: Final = 24
@@ -1166,7 +1167,7 @@ DASHBOARDS: Final = (OVERVIEW, ENDPOINTS, TUNING, CAPACITY)
 
 def text_of(dashboard: Dashboard) -> str:
     """What its file holds."""
-    return json.dumps(_board(dashboard), indent=1) + "\n"
+    return row_lines(_board(dashboard))
 
 
 def _board(dashboard: Dashboard) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from docs.row_lines import row_lines
 from epp.configuration.config import DEFAULT_CONFIG, DEFAULT_SOURCE
 from sim.cluster.kv_events import KVEventSettings
 from sim.cluster.peering import PeerSettings
@@ -385,8 +386,7 @@ def read() -> Measured:
 
 
 def _write(measured: Measured) -> None:
-    content = msgspec.json.format(msgspec.json.encode(measured), indent=1)
-    write_whole(RESULTS, content + b"\n")
+    write_whole(RESULTS, row_lines(msgspec.to_builtins(measured)).encode())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

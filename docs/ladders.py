@@ -20,6 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from docs.exact import PEER_DELAY_S
+from docs.row_lines import row_lines
 from epp.configuration.config import DEFAULT_CONFIG, DEFAULT_SOURCE
 from sim.cluster.kv_events import KVEventSettings
 from sim.cluster.peering import PeerSettings
@@ -431,8 +432,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for climbed in measure(missing, [*ladder()], workers=options.workers):
         kept[climbed.arm, climbed.config] = climbed
         there = [kept[key] for arm in ARMS if (key := (arm.name, arm.config)) in kept]
-        content = msgspec.json.format(msgspec.json.encode(Measured(arms=there)), indent=1)
-        write_whole(RESULTS, content + b"\n")
+        write_whole(RESULTS, row_lines(msgspec.to_builtins(Measured(arms=there))).encode())
     return 0
 
 

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from docs.row_lines import row_lines
 from sim.measurement.summaries import LeaderboardSummary
 from sim.output import write_whole
 from sim.reports.leaderboard_report import (
@@ -133,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given:
         parser.error("expected a board, --full or both")
     boards = Boards(**given) if len(given) == 2 else replace(read(), **given)
-    write_whole(RESULTS, msgspec.json.format(msgspec.json.encode(boards), indent=1) + b"\n")
+    write_whole(RESULTS, row_lines(msgspec.to_builtins(boards)).encode())
     return 0
 
 

@@ -5,10 +5,13 @@ import signal
 
 import pytest
 import yaml
+from msgspec.structs import replace
 
 from sim.__main__ import main
+from sim.experiments.size import _with_front
+from sim.measurement.summaries import SizedSummary
 from tests.sim.experiments.test_replay import started, wait_for, written
-from tests.sim.made import BLOCK_TOKENS
+from tests.sim.made import BLOCK_TOKENS, filled
 
 SLO = ("--slo", "ttft-p90=0.25")
 PODS_MAX = 8
@@ -208,3 +211,13 @@ def test_a_flag_that_is_none_is_refused(trace, flags, told, capsys):
         size(trace, *flags)
     assert stopped.value.code == 2
     assert told in capsys.readouterr().err
+
+
+def test_without_prices_pods_of_one_kind_have_a_front():
+    """They are their own price; of several kinds nobody can say."""
+    one = filled(SizedSummary, profile="a", config="default", pods=4, used=0.5)
+    other = replace(one, config="random", pods=5, used=0.4)
+    beaten = replace(one, config="round-robin", pods=6, used=0.9)
+    assert [option.on_front for option in _with_front([one, other, beaten])] == [True, True, False]
+    mixed = [one, replace(other, profile="b")]
+    assert [option.on_front for option in _with_front(mixed)] == [False, False]

@@ -185,7 +185,11 @@ class SizedRuns:
 
     def _measured(self, wanted: Sequence[RunSettings]) -> Iterator[tuple[int, RunSummary]]:
         probes = [
-            Probe(settings=settings, inputs=_inputs_of(settings, self._trace_hash))
+            Probe(
+                # Workers elsewhere were started in another folder.
+                settings=replace(settings, trace=str(Path(settings.trace).absolute())),
+                inputs=_inputs_of(settings, self._trace_hash),
+            )
             for settings in wanted
         ]
         for place, outcome in self._workers.outcomes(run_probe, probes):

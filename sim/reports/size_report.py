@@ -127,7 +127,7 @@ def _options_note(summary: SizeSummary) -> str:
     told = ""
     if _priced(summary):
         told = "Costs are in the currency of the prices. "
-    if any(option.on_front for option in summary.options):
+    if _fronted(summary):
         told += (
             "What is on the front no other option beats in both "
             f"{'cost' if _priced(summary) else 'pods'} and what is left of the bounds."
@@ -164,7 +164,7 @@ def name_of(option: SizedSummary) -> str:
 
 def _option_rows(summary: SizeSummary) -> list[list[str]]:
     checked = any(option.every_count is not UNSET for option in summary.options)
-    priced, fronted = _priced(summary), any(option.on_front for option in summary.options)
+    priced, fronted = _priced(summary), _fronted(summary)
     head = ["option", "pods"]
     head += ["cost\nan hour", "a million\ntokens", "a million\noutput tokens"] if priced else []
     head += ["of bounds\nused", *(["front"] if fronted else []), "runs"]
@@ -188,6 +188,11 @@ def _option_rows(summary: SizeSummary) -> list[list[str]]:
             row += ["-", "-"] if every is UNSET else [number_of_pods(every.pods), f"{every.runs:,}"]
         rows.append(row)
     return rows
+
+
+def _fronted(summary: SizeSummary) -> bool:
+    """There is something to be beaten by."""
+    return len(summary.options) > 1 and any(option.on_front for option in summary.options)
 
 
 def _priced(summary: SizeSummary) -> bool:

@@ -136,12 +136,13 @@ def test_the_same_on_any_number_of_processes_and_over_stops(trace, tmp_path, cap
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_dask_cluster_gives_the_same_to_the_digit(scheduler, trace, tmp_path):
-    """Two worker processes against this machine's: every byte of what is told."""
+def test_a_dask_cluster_gives_the_same_to_the_digit(scheduler, trace, tmp_path, monkeypatch):
+    """Two worker processes, started elsewhere, against this machine's: every byte of what is told."""
     flags = (*SLO, *SMALL, "--answer-only")
     here, there = tmp_path / "here", tmp_path / "there"
-    assert size(trace, *flags, "--out", here) == 0
-    assert size(trace, *flags, "--executor", f"dask://{scheduler}", "--out", there) == 0
+    monkeypatch.chdir(trace.parent)
+    assert size(trace.name, *flags, "--out", here) == 0
+    assert size(trace.name, *flags, "--executor", f"dask://{scheduler}", "--out", there) == 0
     for name in ("summary.json", "report.md", "report.html"):
         assert (here / name).read_bytes() == (there / name).read_bytes(), name
 

@@ -38,8 +38,8 @@ from sim.reports.report import (
     windows_sentence,
 )
 
-USED_MAX: Final = 1_000.0
-"""Overrun pools break bounds a thousandfold: how much is no matter."""
+USED_MAX: Final = 50.0
+"""Overrun pools break bounds a thousandfold: how much is no matter, and labels have little room."""
 _USED_MIN: Final = 0.01
 """Where hardly anything is used, how little is no matter either, and 0 has no logarithm."""
 _EVEN_AXIS_MAX: Final = 10.0

@@ -1,5 +1,6 @@
 """The page of a sizing in a real browser: who looks at the frontier sees the answer there."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -24,6 +25,12 @@ DEAR = replace(
     counts=[count(20, 30.0), count(39, 1.2), count(40, 0.4), count(41, 0.3)],
 )
 BEATEN = replace(DEAR, config="round-robin", used=0.7, on_front=False)
+ALLOWED_NOTHING = replace(
+    count(64, 30.0),
+    used=math.inf,
+    bounds=[replace(one, used=math.inf) for one in count(64, 30.0).bounds],
+)
+"""As a bound of no lost request is broken by one."""
 PAGES = {
     "priced": replace(SUMMARY, options=[CHEAP, DEAR, BEATEN]),
     "unpriced": replace(
@@ -42,6 +49,9 @@ PAGES = {
         ],
     ),
     "none": NONE,
+    "impossible": replace(
+        NONE, options=[replace(NONE.options[0], counts=[count(32, 4_000.0), ALLOWED_NOTHING])]
+    ),
 }
 
 
@@ -70,6 +80,10 @@ FRONTIER = """
     texts: [...svg.querySelectorAll("text")].map(one => one.textContent),
     px: [...svg.querySelectorAll("text")].map(one =>
       scale * parseFloat(getComputedStyle(one).fontSize)),
+    cut: [...svg.querySelectorAll("text")].filter(one =>
+      one.getBoundingClientRect().left < svg.getBoundingClientRect().left ||
+      one.getBoundingClientRect().right > svg.getBoundingClientRect().right
+    ).map(one => one.textContent),
     outside: [...svg.querySelectorAll("circle")].filter(one =>
       one.cx.baseVal.value < plot.left || one.cx.baseVal.value > plot.right ||
       one.cy.baseVal.value < plot.top || one.cy.baseVal.value > plot.bottom).length,
@@ -88,10 +102,11 @@ FRONTIER = """
 @pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=str)
 async def test_the_frontier_is_drawn_for_the_screen(folder, tab, name, size):
-    """Its labels are no larger than the text about it, and each dot lies between the axes."""
+    """Its labels are whole and no larger than the text about it; each dot lies between the axes."""
     await tab.show(folder / f"{name}.html", size)
     drawn = await tab.evaluate(FRONTIER)
     assert max(drawn["px"]) <= TEXT_PX_MAX
+    assert drawn["cut"] == []
     assert drawn["outside"] == 0
     assert "of the bounds used (%)" in drawn["texts"]
 
@@ -148,5 +163,5 @@ async def test_nothing_on_the_page_is_empty(folder, tab, name):
         " [...table.tHead.rows[0].cells].map((head, at) =>"
         " [head.innerText, [...table.tBodies[0].rows].map(row => row.cells[at].innerText)]))"
     )
-    if name != "none":
+    if name in ("priced", "unpriced"):
         assert [head for head, cells in columns if set(cells) == {"-"}] == []

@@ -143,7 +143,19 @@ def test_without_prices_there_is_no_column_of_costs():
     told = size_report(replace(SUMMARY, options=[option], headroom=[lost]))
     assert "an hour" not in told
     assert "currency" not in told
-    assert "| a-card, default (chosen) | 5 | 80.0% | yes | 15 |" in told
+    assert "| a-card, default (chosen) | 5 | 80.0% | 15 |" in told
+
+
+def test_a_front_is_told_where_there_is_something_to_beat():
+    """In a column, with what it means; of one option it would say nothing."""
+    other = replace(OPTION, config="round-robin", used=0.9, on_front=False)
+    told = size_report(replace(SUMMARY, options=[OPTION, other]))
+    assert "| a-card, default (chosen) | 5 | 12.5 | 0.25 | 2 | 80.0% | yes | 15 |" in told
+    assert "| a-card, round-robin | 5 | 12.5 | 0.25 | 2 | 90.0% | - | 15 |" in told
+    assert "no other option beats in both cost and what is left of the bounds." in told
+    assert "on the front" not in size_report(SUMMARY)
+    bare = [replace(one, price_per_hour=None) for one in (OPTION, other)]
+    told = size_report(replace(SUMMARY, options=bare))
     assert "no other option beats in both pods and what is left of the bounds." in told
 
 
@@ -196,7 +208,7 @@ def test_a_search_that_every_number_contradicts_shows_it():
     """What was found, and what every number finds, beside each other."""
     every = EveryCountSummary(pods=6, runs=320, counts=[count(6, 0.5)])
     told = size_report(replace(SUMMARY, options=[replace(OPTION, every_count=every)]))
-    assert "| a-card, default (chosen) | 5 | 12.5 | 0.25 | 2 | 80.0% | yes | 15 | 6 | 320 |" in told
+    assert "| a-card, default (chosen) | 5 | 12.5 | 0.25 | 2 | 80.0% | 15 | 6 | 320 |" in told
 
 
 def test_of_what_was_not_decided_no_verdict_is_told():

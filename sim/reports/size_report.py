@@ -47,6 +47,7 @@ _EVEN_AXIS_MAX: Final = 10.0
 each other."""
 _FRONT: Final = "the front"
 _ALLOWED: Final = "all that is allowed"
+_NOT_COMPLETE: Final = "Not complete: the same command goes on from here."
 _HOUR_S: Final = 3600.0
 
 
@@ -83,7 +84,7 @@ def size_table(summary: SizeSummary) -> str:
 
 def size_report(summary: SizeSummary) -> str:
     """report.md of a sizing."""
-    notes = "" if summary.complete else "**Not complete.**\n\n"
+    notes = "" if summary.complete else f"**{_NOT_COMPLETE}**\n\n"
     notes += "".join(f"**{warning}**\n\n" for warning in warnings_of(summary))
     parts = [f"# Pods for {summary.conditions['trace']}\n\n{notes}{_conclusion(summary)}"]
     parts += [one.markdown() for one in _tables(summary)]
@@ -97,8 +98,8 @@ def size_report(summary: SizeSummary) -> str:
 
 def size_page(summary: SizeSummary) -> str:
     """report.html: the frontier, the trace over time, and all numbers."""
-    note = [] if summary.complete else ["Not complete."]
-    introduction = [_conclusion(summary), *warnings_of(summary), *_basis(summary), *note]
+    note = [] if summary.complete else [_NOT_COMPLETE]
+    introduction = [_conclusion(summary), *note, *warnings_of(summary), *_basis(summary)]
     figures = [one.figure() for one in _tables(summary)]
     return page(
         f"Pods for {summary.conditions['trace']}",

@@ -202,6 +202,8 @@ def test_of_nothing_there_is_a_report_too():
     )  # fmt: skip
     for told in (size_table, size_report, size_page):
         assert "No option has been searched to its end yet." in told(nothing)
+    for told in (size_report, size_page):
+        assert "Not complete: the same command goes on from here." in told(nothing)
 
 
 def test_a_search_that_every_number_contradicts_shows_it():

@@ -127,7 +127,8 @@ def _tables(summary: SizeSummary) -> list[_Table]:
 def _options_note(summary: SizeSummary) -> str:
     told = ""
     if _priced(summary):
-        told = "Costs are in the currency of the prices. "
+        told = "Costs are in the currency of the prices"
+        told += ", of tokens those of what was sized for. " if _cut(summary) else ". "
     if _fronted(summary):
         told += (
             "What is on the front no other option beats in both "
@@ -298,6 +299,9 @@ def _conclusion(summary: SizeSummary) -> str:
         money = f", for {number(option.cost_per_hour)} an hour"
         if option.cost_per_million_tokens is not None:
             money += f" and {number(option.cost_per_million_tokens)} a million tokens"
+            if _cut(summary):
+                whole = _over_whole(summary, option.cost_per_million_tokens)
+                money += f" of what was sized for, {number(whole)} of the whole trace"
     told = (
         f"{pods} of {option.profile} under {option.config} keep{'s' if option.pods == 1 else ''} "
         f"{promised(summary)}, with 95 % confidence{money}."
@@ -308,6 +312,20 @@ def _conclusion(summary: SizeSummary) -> str:
             "intervals do not; a longer trace or more seeds could tell."
         )
     return told
+
+
+def _cut(summary: SizeSummary) -> bool:
+    """Not all of the trace is sized for."""
+    return summary.sized_for.requests < summary.trace.requests
+
+
+def _over_whole(summary: SizeSummary, cost: float) -> float:
+    """What a million tokens cost if the pods of the busiest stretch are there all the time."""
+    rates = [
+        (one.prompt_tokens + one.output_tokens) / (one.end_s - one.start_s)
+        for one in (summary.sized_for, summary.trace)
+    ]
+    return cost * rates[0] / rates[1]
 
 
 def _nearest(summary: SizeSummary) -> str:
@@ -363,10 +381,10 @@ def _basis(summary: SizeSummary) -> list[str]:
     """What was replayed, what was varied, and how surely that is known."""
     told = []
     whole, part = summary.trace, summary.sized_for
-    if part.requests < whole.requests:
+    if _cut(summary):
         told.append(
             f"Sized for the busiest {limit(round(part.end_s - part.start_s))} of the trace, from "
-            f"{number(part.start_s)} s on: {part.requests:,} of its {whole.requests:,} requests, at "
+            f"{part.start_s / _HOUR_S:,.1f} h on: {part.requests:,} of its {whole.requests:,} requests, at "
             f"{number(_rate(part) / _rate(whole))} times its mean rate."
         )
     if summary.runs:
@@ -452,15 +470,20 @@ def _over_time(summary: SizeSummary) -> str:
         return ""
     points = [(one.start_s / _HOUR_S, 100 * one.of_busiest) for one in stretches]
     caption = "The work that arrives over time"
+    lines: dict[str, Points] = {"all of the trace": points}
+    part = summary.sized_for
+    sized = [at for at in points if part.start_s <= at[0] * _HOUR_S <= part.end_s]
+    if _cut(summary) and len(sized) > 1:
+        lines["what was sized for"] = sized
     drawing = wide_line_chart(
-        {"of the busiest stretch": points},
+        lines,
         x=Axis.over(
             [*(at for at, _ in points), stretches[-1].end_s / _HOUR_S], unit="h", title="time"
         ),
         y=Axis(low=0, high=100, unit="%", title="of the busiest"),
         label=caption,
     )
-    return figure(caption, drawing)
+    return figure(caption, drawing, list(lines) if len(lines) > 1 else ())
 
 
 def _used(used: float | None) -> str:

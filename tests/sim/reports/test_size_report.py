@@ -89,9 +89,20 @@ def test_a_smaller_number_that_might_do_is_named():
 
 def test_what_was_left_out_of_a_long_trace_is_told():
     """How much busier the stretch is that was sized for."""
-    whole = replace(STRETCH, end_s=36_000.0, requests=500)
-    told = size_report(replace(SUMMARY, trace=whole))
-    assert "100 of its 500 requests, at 2 times its mean rate" in told
+    part = replace(STRETCH, start_s=18_000.0, end_s=21_600.0)
+    whole = replace(STRETCH, end_s=36_000.0, requests=500, prompt_tokens=3, output_tokens=2)
+    steps = [
+        replace(STRETCH, start_s=1_800.0 * at, end_s=1_800.0 * (at + 1), of_busiest=0.5)
+        for at in range(20)
+    ]
+    cut = replace(SUMMARY, trace=whole, sized_for=part, over_time=steps)
+    told = size_report(cut)
+    assert "from 5.0 h on: 100 of its 500 requests, at 2 times its mean rate" in told
+    # 2 tokens in an hour there, 5 in ten hours: of each four times as many pods are paid for.
+    assert "and 0.25 a million tokens of what was sized for, 1 of the whole trace." in told
+    assert "of tokens those of what was sized for." in told
+    assert "what was sized for" in size_page(cut).partition("<table")[0]
+    assert "of the whole trace" not in size_report(SUMMARY)
 
 
 NONE = replace(

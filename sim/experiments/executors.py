@@ -5,6 +5,8 @@ distribution: they need the same version of it, and of what it imports.
 """
 
 import contextlib
+import logging
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import cache
@@ -124,9 +126,10 @@ def _dask(address: str) -> Iterator[Submitting]:
     except ImportError as problem:
         raise ExecutorError(_missing("dask", problem)) from problem
     try:
+        _reach(address)
         client = distributed.Client(f"tcp://{address}", timeout=_CONNECT_S, set_as_default=False)
     except (OSError, ValueError) as problem:
-        raise ExecutorError(f"--executor dask://{address}: {problem}") from problem
+        raise ExecutorError(f"--executor dask://{address}: {_in_a_line(problem)}") from problem
     with client:
         # Equal jobs would be one to a scheduler that takes tasks for pure.
         yield client.get_executor(pure=False)
@@ -138,10 +141,26 @@ class _Ray:
     def __init__(self, ray: Any) -> None:
         # A task is sent to the cluster once, then named.
         self._remote: Callable[[Callable[..., Any]], Any] = cache(ray.remote(max_retries=1))
+        self._task_error: type[Exception] = ray.exceptions.RayTaskError
 
     def submit(self, task: Callable[..., Any], /, *given: Any) -> "Future[Any]":
-        future: Future[Any] = self._remote(task).remote(*given).future()
-        return future
+        # Ray sets a result on its own future whether or not that was cancelled, which raises.
+        asked: Future[Any] = Future()
+        theirs: Future[Any] = self._remote(task).remote(*given).future()
+        theirs.add_done_callback(lambda ended: self._tell(asked, ended))
+        return asked
+
+    def _tell(self, asked: "Future[Any]", ended: "Future[Any]") -> None:
+        if not asked.set_running_or_notify_cancel():
+            return
+        problem: Any = ended.exception()
+        if isinstance(problem, self._task_error):
+            # It is told as a traceback in colours: what the task itself has raised is a sentence.
+            problem = problem.cause  # type: ignore[attr-defined]
+        if problem is None:
+            asked.set_result(ended.result())
+        else:
+            asked.set_exception(problem)
 
 
 @contextlib.contextmanager
@@ -151,11 +170,32 @@ def _ray(address: str) -> Iterator[Submitting]:
     except ImportError as problem:
         raise ExecutorError(_missing("ray", problem)) from problem
     try:
-        connection = ray.init(f"ray://{address}", log_to_driver=False)
+        _reach(address)
+        # Else it tells of itself, between the bar and the table.
+        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+        connection = ray.init(f"ray://{address}", **quiet)
     except (OSError, ValueError, RuntimeError) as problem:
-        raise ExecutorError(f"--executor ray://{address}: {problem}") from problem
+        raise ExecutorError(f"--executor ray://{address}: {_in_a_line(problem)}") from problem
     with connection:
         yield _Ray(ray)
+
+
+def _reach(address: str) -> None:
+    """Raise `OSError` or `ValueError` where nobody listens: clients go on trying, Ray's for half a
+    minute, and say more than a sentence.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal():
+        raise ValueError("expected HOST:PORT")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+
+
+def _in_a_line(problem: Exception) -> str:
+    """Of a traceback that was sent along what it ends with."""
+    text = str(problem).strip()
+    if "Traceback (most recent call last)" in text:
+        text = text.splitlines()[-1]
+    return " ".join(text.split())
 
 
 _CLUSTERS: Final = {"dask": _dask, "ray": _ray}

@@ -185,7 +185,11 @@ class SizedRuns:
 
     def _measured(self, wanted: Sequence[RunSettings]) -> Iterator[tuple[int, RunSummary]]:
         probes = [
-            Probe(settings=settings, inputs=_inputs_of(settings, self._trace_hash))
+            Probe(
+                # Workers elsewhere were started in another folder.
+                settings=replace(settings, trace=str(Path(settings.trace).absolute())),
+                inputs=_inputs_of(settings, self._trace_hash),
+            )
             for settings in wanted
         ]
         for place, outcome in self._workers.outcomes(run_probe, probes):
@@ -341,7 +345,8 @@ class _Told:
 
     def _headroom(self, price: float | None) -> list[HeadroomSummary]:
         says = {
-            ONE_LOST: "one pod is gone for good after a tenth of the time; its requests are sent again a second later",
+            ONE_LOST: "gone for good after a tenth of the time, its requests being sent again a second "
+            "later",
             GROWTH: f"requests come {self._sizing.task.growth:g} times as fast",
         }
         return [
@@ -386,12 +391,20 @@ class _Told:
 
 
 def _with_front(options: list[SizedSummary]) -> list[SizedSummary]:
-    """With those marked that no other beats in both cost and what is left of the bounds."""
-    places = [
-        (one.cost_per_hour, one.used)
-        if one.used is not None and one.cost_per_hour is not None
-        else None
+    """With those marked that no other beats in both cost and what is left of the bounds.
+
+    Pods of one kind are their own price.
+    """
+    alike = len({one.profile for one in options}) == 1
+    costs = [
+        float(one.pods)
+        if alike and one.pods is not None and one.price_per_hour is None
+        else one.cost_per_hour
         for one in options
+    ]
+    places = [
+        (cost, one.used) if one.used is not None and cost is not None else None
+        for one, cost in zip(options, costs, strict=True)
     ]
     known = [place for place in places if place is not None]
 

@@ -34,6 +34,7 @@ TARGET_SHARES: Final = (1.0, 0.8, 0.6, 0.4)
 """Of what a pod has in flight where its number is just enough: an autoscaler that waits for that is
 late by as long as a pod takes to start."""
 _TARGET_MIN: Final = 0.1
+_TARGETS_AT_ONCE: Final = 2
 _COUNTS_EXPECTED: Final = 6
 """That are tried of an option, half of them with every repetition: for the bar."""
 
@@ -286,14 +287,27 @@ class Sizing:
         task = self.task
         repetitions = range(1 if task.demand.cut else task.seeds)
         inflight = self._inflight_of_pod(chosen)
-        for share in TARGET_SHARES:
-            settings = self._autoscaler(chosen, max(_TARGET_MIN, six_digits(share * inflight)))
-            wanted = [self._autoscaled(chosen, settings, repetition) for repetition in repetitions]
-            runs = self._runs.of(wanted)
-            self.autoscaled = settings, runs
-            told = bounds_of(task.bounds, runs)
-            if all(one.kept_by_figure if len(runs) == 1 else one.kept for one in told):
-                return
+        # One run of a whole day takes as long as a dozen of its stretch and one core: two targets at
+        # once take no longer.
+        at_once = _TARGETS_AT_ONCE if len(repetitions) == 1 else 1
+        for first in range(0, len(TARGET_SHARES), at_once):
+            tried = [
+                self._autoscaler(chosen, max(_TARGET_MIN, six_digits(share * inflight)))
+                for share in TARGET_SHARES[first : first + at_once]
+            ]
+            found = self._runs.of(
+                [
+                    self._autoscaled(chosen, settings, repetition)
+                    for settings in tried
+                    for repetition in repetitions
+                ]
+            )
+            for at, settings in enumerate(tried):
+                runs = found[at * len(repetitions) : (at + 1) * len(repetitions)]
+                self.autoscaled = settings, runs
+                told = bounds_of(task.bounds, runs)
+                if all(one.kept_by_figure if len(runs) == 1 else one.kept for one in told):
+                    return
 
     def _autoscaler(self, chosen: int, target: float) -> AutoscalerSettings:
         task, pods = self.task, self.options[chosen].pods

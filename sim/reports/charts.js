@@ -13,8 +13,8 @@ const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 
 // An axis of sim/reports/charts.py, of which the window [from, to], shares of its length, is shown.
 class Axis {
-  constructor({ low, high, unit, title, logarithmic }) {
-    Object.assign(this, { low, high, unit, title, logarithmic });
+  constructor({ low, high, unit, title, logarithmic, whole }) {
+    Object.assign(this, { low, high, unit, title, logarithmic, step: whole ? 1 : 0 });
     this.whole();
   }
 
@@ -55,7 +55,7 @@ class Axis {
     const high = this.value(this.to);
     const rough = (high - low) / 5;
     let step = 10 ** Math.floor(Math.log10(rough));
-    step *= [1, 2, 5, 10].find((size) => size * step >= rough);
+    step = Math.max(this.step, step * [1, 2, 5, 10].find((size) => size * step >= rough));
     const even = [];
     for (let at = Math.ceil(low / step); at <= high / step; at += 1) even.push([at * step, step]);
     const growing = [];

@@ -7,7 +7,7 @@ makes it answer, reading from the drawing itself. `docs/charts.md` says why no l
 import math
 import re
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import sha256
 from html import escape
 from itertools import pairwise
@@ -86,6 +86,8 @@ class Axis(Struct, frozen=True, kw_only=True):
     title: str = ""
     """What it measures: the unit is told there, else at every mark."""
     logarithmic: bool = False
+    whole: bool = False
+    """Nothing is between whole numbers, and nothing marked there."""
 
     @classmethod
     def over(
@@ -95,6 +97,7 @@ class Axis(Struct, frozen=True, kw_only=True):
         unit: str = "",
         title: str = "",
         logarithmic: bool = False,
+        whole: bool = False,
     ) -> "Axis":
         """An axis that holds `values`, from 0 unless it is logarithmic."""
         known = [value for value in values if math.isfinite(value)]
@@ -102,8 +105,9 @@ class Axis(Struct, frozen=True, kw_only=True):
             positive = [value for value in known if value > 0] or [1.0]
             low, high = min(positive) * 0.9, max(positive) * 1.1
             high = max(high, low * 1.3)
-            return cls(low=low, high=high, unit=unit, title=title, logarithmic=True)
-        return cls(low=0.0, high=max(known, default=0.0) * 1.05 or 1.0, unit=unit, title=title)
+            return cls(low=low, high=high, unit=unit, title=title, logarithmic=True, whole=whole)
+        high = max(known, default=0.0) * 1.05 or 1.0
+        return cls(low=0.0, high=high, unit=unit, title=title, whole=whole)
 
     def share(self, value: float) -> float:
         """0 at the low end, 1 at the high end."""
@@ -118,7 +122,7 @@ class Axis(Struct, frozen=True, kw_only=True):
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             for steps in _LOGARITHMIC_STEPS:
                 every = (step * 10.0**decade for decade in decades for step in steps)
-                found = [value for value in every if self.low <= value <= self.high]
+                found = [value for value in every if self._markable(value)]
                 shares = [self.share(value) for value in found]
                 gaps = [after - before for before, after in pairwise(shares)]
                 if len(found) > 2 and (min(gaps) >= _GAP_MIN or steps == (1,)):
@@ -127,8 +131,12 @@ class Axis(Struct, frozen=True, kw_only=True):
         raw = (self.high - self.low) / 5
         power = 10.0 ** math.floor(math.log10(raw))
         step = next(size * power for size in (1, 2, 5, 10) if size * power >= raw)
+        step = max(step, 1.0) if self.whole else step
         first = math.ceil(self.low / step)
         return [at * step for at in range(first, math.floor(self.high / step) + 1)]
+
+    def _markable(self, value: float) -> bool:
+        return self.low <= value <= self.high and (not self.whole or value == round(value))
 
     def label(self, value: float) -> str:
         """A value, with its unit if no title tells that."""
@@ -139,6 +147,14 @@ class Axis(Struct, frozen=True, kw_only=True):
     def told(self) -> str:
         """The title with its unit."""
         return f"{self.title} ({self.unit})" if self.title and self.unit else self.title
+
+
+class Dots(Struct, frozen=True, kw_only=True):
+    """Which points of lines are marked: all but those of the series in `bare`."""
+
+    bare: Collection[str] = ()
+    large: Mapping[str, Points] = {}
+    """With a larger dot, by series."""
 
 
 def grid_line(y: float, text: str, size: Size = FULL) -> str:
@@ -174,22 +190,23 @@ def line_chart(
     x: Axis,
     y: Axis,
     label: str,
-    dots: bool = False,
+    dots: Dots | bool = False,
     size: Size = HALF,
     first_colour: int = 0,
     whiskers: Mapping[str, Whiskers] | None = None,
 ) -> str:
-    """One line a series, in the order of `COLOURS`; `dots` marks every point.
+    """One line a series, in the order of `COLOURS`; `dots` marks every point, or some.
 
     `whiskers`, by series, are drawn as far as the axis goes.
     """
+    marked = dots if isinstance(dots, Dots) else Dots() if dots else Dots(bare=series)
     groups = []
     for number, (name, points) in enumerate(series.items(), start=first_colour):
         colour = colour_of(number)
         places = " ".join(_place(at, value, x, y, size) for at, value in points)
         parts = [f'<polyline points="{places}" class="{colour}"/>']
-        if dots:
-            parts += _dots(points, x, y, colour, size)
+        if name not in marked.bare:
+            parts += _dots(points, x, y, colour, size, marked.large.get(name, ()))
         for at, low, high in (whiskers or {}).get(name, ()):
             ends = (min(max(end, y.low), y.high) for end in (low, high))
             places = " ".join(_place(at, end, x, y, size) for end in ends)
@@ -199,9 +216,18 @@ def line_chart(
     return _plot(groups, x, y, label, size)
 
 
-def wide_line_chart(series: Mapping[str, Points], *, x: Axis, y: Axis, label: str) -> str:
+def wide_line_chart(
+    series: Mapping[str, Points],
+    *,
+    x: Axis,
+    y: Axis,
+    label: str,
+    dots: Dots | bool = False,
+) -> str:
     """One in a row, drawn twice: on a phone the narrow one is shown, or no one could read it."""
-    wide, narrow = (line_chart(series, x=x, y=y, label=label, size=size) for size in (FULL, HALF))
+    wide, narrow = (
+        line_chart(series, x=x, y=y, label=label, dots=dots, size=size) for size in (FULL, HALF)
+    )
     return f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
 
 
@@ -398,9 +424,15 @@ def _place(at: float, value: float, x: Axis, y: Axis, size: Size) -> str:
     return f"{size.across(x.share(at)):.2f},{size.up(y.share(value)):.2f}"
 
 
-def _dots(points: Points, x: Axis, y: Axis, colour: str, size: Size) -> list[str]:
-    places = (_place(at, value, x, y, size).split(",") for at, value in points)
-    return [f'<circle cx="{across}" cy="{up}" r="3.5" class="{colour}"/>' for across, up in places]
+def _dots(
+    points: Points, x: Axis, y: Axis, colour: str, size: Size, large: Points = ()
+) -> list[str]:
+    drawn = []
+    for at, value in points:
+        across, up = _place(at, value, x, y, size).split(",")
+        radius = 6.5 if (at, value) in large else 3.5
+        drawn.append(f'<circle cx="{across}" cy="{up}" r="{radius}" class="{colour}"/>')
+    return drawn
 
 
 def _colours(dark: int) -> str:

@@ -3,23 +3,25 @@
 import math
 from typing import Final
 
-from msgspec import UNSET
+from msgspec import UNSET, Struct
 
+from sim.measurement.objectives import GOODPUT, LOST
 from sim.measurement.summaries import (
-    BoundSummary,
+    CountSummary,
     DemandSummary,
     SizedSummary,
     SizeSummary,
 )
 from sim.reports.charts import (
     Axis,
+    Dots,
     Points,
     facts_table,
     figure,
     html_table,
-    line_chart,
     page,
     wide_line_chart,
+    words,
 )
 from sim.reports.page_foot import page_foot
 from sim.reports.report import (
@@ -36,9 +38,39 @@ from sim.reports.report import (
     windows_sentence,
 )
 
-USED_MAX: Final = 100.0
-"""Overrun pools break bounds a thousandfold: how much is no matter."""
+USED_MAX: Final = 50.0
+"""Overrun pools break bounds a thousandfold: how much is no matter, and labels have little room."""
+_USED_MIN: Final = 0.01
+"""Where hardly anything is used, how little is no matter either, and 0 has no logarithm."""
+_EVEN_AXIS_MAX: Final = 10.0
+"""Times that the dearest costs what the cheapest does: beyond it the cheap ones would lie on top of
+each other."""
+_FRONT: Final = "the front"
+_ALLOWED: Final = "all that is allowed"
+_NOT_COMPLETE: Final = "Not complete: the same command goes on from here."
 _HOUR_S: Final = 3600.0
+
+
+class _Table(Struct, frozen=True, kw_only=True):
+    """One of the report."""
+
+    title: str
+    rows: list[list[str]]
+    note: str = ""
+    """What its heads do not say."""
+    facts: bool = False
+    """Names and what they are: there is no head."""
+
+    def markdown(self) -> str:
+        """With its title and its note."""
+        note = f"{self.note}\n\n" if self.note else ""
+        return f"## {self.title}\n\n{note}{markdown_table(self.rows)}"
+
+    def figure(self) -> str:
+        """Of the page."""
+        note = f"<p>{words(self.note)}</p>" if self.note else ""
+        told = facts_table(self.rows[1:]) if self.facts else html_table(self.rows)
+        return figure(self.title, note + told)
 
 
 def size_table(summary: SizeSummary) -> str:
@@ -52,12 +84,12 @@ def size_table(summary: SizeSummary) -> str:
 
 def size_report(summary: SizeSummary) -> str:
     """report.md of a sizing."""
-    notes = "" if summary.complete else "**Not complete.**\n\n"
+    notes = "" if summary.complete else f"**{_NOT_COMPLETE}**\n\n"
     notes += "".join(f"**{warning}**\n\n" for warning in warnings_of(summary))
     parts = [f"# Pods for {summary.conditions['trace']}\n\n{notes}{_conclusion(summary)}"]
-    for title, rows in _tables(summary):
-        parts.append(f"## {title}\n\n{markdown_table(rows)}")
-    parts.append("## What was varied\n\n" + "\n\n".join(_basis(summary)))
+    parts += [one.markdown() for one in _tables(summary)]
+    if basis := _basis(summary):
+        parts.append("## What was varied\n\n" + "\n\n".join(basis))
     told = [["", ""], *condition_rows(summary.conditions)]
     parts.append(f"## What was run\n\n{markdown_table(told)}")
     parts.append(foot(summary.assumptions))
@@ -66,9 +98,9 @@ def size_report(summary: SizeSummary) -> str:
 
 def size_page(summary: SizeSummary) -> str:
     """report.html: the frontier, the trace over time, and all numbers."""
-    note = [] if summary.complete else ["Not complete."]
-    introduction = [_conclusion(summary), *warnings_of(summary), *_basis(summary), *note]
-    figures = [figure(title, html_table(rows)) for title, rows in _tables(summary)]
+    note = [] if summary.complete else [_NOT_COMPLETE]
+    introduction = [_conclusion(summary), *note, *warnings_of(summary), *_basis(summary)]
+    figures = [one.figure() for one in _tables(summary)]
     return page(
         f"Pods for {summary.conditions['trace']}",
         "\n".join(introduction),
@@ -80,21 +112,51 @@ def size_page(summary: SizeSummary) -> str:
     )
 
 
-def _tables(summary: SizeSummary) -> list[tuple[str, list[list[str]]]]:
-    """With their titles; none that has only a head."""
+def _tables(summary: SizeSummary) -> list[_Table]:
+    """None that has only a head."""
     told = [
-        ("Options", _option_rows(summary)),
-        ("Bounds, with the pods that were found", _bound_rows(summary)),
-        ("Headroom", _headroom_rows(summary)),
-        ("Under an autoscaler", _autoscaling_rows(summary)),
-        ("Every number of pods that was tried", _count_rows(summary)),
+        _Table(title="Options", rows=_option_rows(summary), note=_options_note(summary)),
+        _Table(title="Bounds", rows=_bound_rows(summary), note=_bounds_note(summary)),
+        _Table(title="Headroom", rows=_headroom_rows(summary), note=_headroom_words(summary)),
+        _Table(title="Under an autoscaler", rows=_autoscaling_rows(summary), facts=True),
+        _Table(title="Every number of pods that was tried", rows=_count_rows(summary)),
     ]
-    return [(title, rows) for title, rows in told if len(rows) > 1]
+    return [one for one in told if len(one.rows) > 1]
+
+
+def _options_note(summary: SizeSummary) -> str:
+    told = ""
+    if _priced(summary):
+        told = "Costs are in the currency of the prices"
+        told += ", of tokens those of what was sized for. " if _cut(summary) else ". "
+    if _fronted(summary):
+        told += (
+            "What is on the front no other option beats in both "
+            f"{'cost' if _priced(summary) else 'pods'} and what is left of the bounds."
+        )
+    return told.rstrip()
+
+
+def _bounds_note(summary: SizeSummary) -> str:
+    if all(option.pods is not None for option in summary.options):
+        return ""
+    return "Of an option for which no number was found: of the highest that was tried."
+
+
+def _headroom_words(summary: SizeSummary) -> str:
+    told = "; ".join(f"{one.case}: {one.says}" for one in summary.headroom)
+    return f"{told[:1].upper()}{told[1:]}." if told else ""
 
 
 def number_of_pods(pods: int | None) -> str:
     """What was found."""
     return "none" if pods is None else f"{pods:,}"
+
+
+def promised(summary: SizeSummary) -> str:
+    """The bounds, in words."""
+    named = (bound.rpartition("=") for bound in summary.bounds)
+    return ", ".join(f"{name} {_limit(name, float(limited))}" for name, _, limited in named)
 
 
 def name_of(option: SizedSummary) -> str:
@@ -104,17 +166,23 @@ def name_of(option: SizedSummary) -> str:
 
 def _option_rows(summary: SizeSummary) -> list[list[str]]:
     checked = any(option.every_count is not UNSET for option in summary.options)
-    head = ["option", "pods", "cost\nan hour", "a million\ntokens", "a million\noutput tokens", "of bounds\nused", "front", "runs"]  # fmt: skip
+    priced, fronted = _priced(summary), _fronted(summary)
+    head = ["option", "pods"]
+    head += ["cost\nan hour", "a million\ntokens", "a million\noutput tokens"] if priced else []
+    head += ["of bounds\nused", *(["front"] if fronted else []), "runs"]
     rows = [head + (["by every\nnumber", "its runs"] if checked else [])]
     for at, option in enumerate(summary.options):
+        costs = (
+            option.cost_per_hour,
+            option.cost_per_million_tokens,
+            option.cost_per_million_output_tokens,
+        )
         row = [
             name_of(option) + (" (chosen)" if at == summary.chosen else ""),
-            _pods(option, summary),
-            number(option.cost_per_hour),
-            number(option.cost_per_million_tokens),
-            number(option.cost_per_million_output_tokens),
-            share(option.used),
-            "yes" if option.on_front else "-",
+            _pods(option.pods, summary),
+            *([number(cost) for cost in costs] if priced else []),
+            _used(option.used),
+            *(["yes" if option.on_front else "-"] if fronted else []),
             f"{option.runs:,}",
         ]
         if checked:
@@ -124,35 +192,54 @@ def _option_rows(summary: SizeSummary) -> list[list[str]]:
     return rows
 
 
-def _pods(option: SizedSummary, summary: SizeSummary) -> str:
-    if option.pods is None:
+def _fronted(summary: SizeSummary) -> bool:
+    """There is something to be beaten by."""
+    return len(summary.options) > 1 and any(option.on_front for option in summary.options)
+
+
+def _priced(summary: SizeSummary) -> bool:
+    """There are costs to tell."""
+    return any(option.price_per_hour is not None for option in summary.options)
+
+
+def _pods(pods: int | None, summary: SizeSummary) -> str:
+    if pods is None:
         return f"more than {summary.pods_max:,}" if summary.complete else "-"
-    return f"{option.pods:,}"
+    return f"{pods:,}"
 
 
 def _bound_rows(summary: SizeSummary) -> list[list[str]]:
-    rows = [["option", "bound", "limit", "figure", "95 % sure of", "used"]]
+    rows = [["option", "pods", "bound", "limit", "figure", "95 % sure of", "used"]]
     for option in summary.options:
-        found = next((one for one in option.counts if one.pods == option.pods), None)
+        shown = _found(option) or next(reversed(option.counts), None)
+        if shown is None:
+            continue
         rows += [
             [
                 name_of(option),
+                f"{shown.pods:,}",
                 bound.name,
-                _shown(bound, bound.limit),
-                _shown(bound, bound.figure.value),
-                _shown(bound, bound.sure),
-                share(bound.used),
+                _limit(bound.name, bound.limit),
+                _shown(bound.name, bound.figure.value),
+                _shown(bound.name, bound.sure),
+                _used(bound.used),
             ]
-            for bound in (found.bounds if found else ())
+            for bound in shown.bounds
         ]
     return rows
 
 
+def _found(option: SizedSummary) -> CountSummary | None:
+    """What was tried of the number that was found for it."""
+    return next((one for one in option.counts if one.pods == option.pods), None)
+
+
 def _headroom_rows(summary: SizeSummary) -> list[list[str]]:
-    rows = [["if", "pods", "cost an hour", "in words"]]
+    priced = _priced(summary)
+    rows = [["if", "pods", *(["cost\nan hour"] if priced else [])]]
     for one in summary.headroom:
-        pods = f"{one.pods:,}" if one.pods is not None else f"more than {summary.pods_max:,}"
-        rows.append([one.case, pods, number(one.cost_per_hour), one.says])
+        cost = [number(one.cost_per_hour)] if priced else []
+        rows.append([one.case, _pods(one.pods, summary), *cost])
     return rows
 
 
@@ -174,7 +261,7 @@ def _autoscaling_rows(summary: SizeSummary) -> list[list[str]]:
         ["replayed", "the whole trace" if found.whole_trace else "what was sized for"],
         ["pods, mean and most", f"{number(found.pods_mean)}, {found.pods_highest or '-'}"],
         ["pod-hours", f"{number(found.pod_hours)}, fixed {number(found.fixed_pod_hours)}"],
-        ["saved", share(saved)],
+        ["used more" if saved is not None and saved < 0 else "saved", share(saved and abs(saved))],
         ["bounds surely kept", kept],
         ["bounds that the figures break", ", ".join(broken) or "none"],
         ["repetitions", f"{found.runs}{f', {found.varied}' if found.varied else ''}"],
@@ -182,7 +269,8 @@ def _autoscaling_rows(summary: SizeSummary) -> list[list[str]]:
 
 
 def _count_rows(summary: SizeSummary) -> list[list[str]]:
-    rows = [["option", "pods", "runs", "cost an hour", "used", "kept"]]
+    priced = _priced(summary)
+    rows = [["option", "pods", "runs", *(["cost\nan hour"] if priced else []), "used", "kept"]]
     tried = [(name_of(option), one) for option in summary.options for one in option.counts]
     tried += [(f"with {case.case}", one) for case in summary.headroom for one in case.counts]
     for name, one in tried:
@@ -191,8 +279,8 @@ def _count_rows(summary: SizeSummary) -> list[list[str]]:
                 name,
                 f"{one.pods:,}",
                 f"{one.runs:,}",
-                number(one.cost_per_hour),
-                _at_most(one.used),
+                *([number(one.cost_per_hour)] if priced else []),
+                _used(one.used),
                 "-" if one.kept is None else "yes" if one.kept else "no",
             ]
         )
@@ -202,7 +290,8 @@ def _count_rows(summary: SizeSummary) -> list[list[str]]:
 def _conclusion(summary: SizeSummary) -> str:
     """The answer, in a sentence or two."""
     if summary.chosen is None:
-        return summary.why_none or "No option has been searched to its end yet."
+        told = summary.why_none or "No option has been searched to its end yet."
+        return f"{told}{_nearest(summary)}"
     option = summary.options[summary.chosen]
     pods = f"{option.pods:,} pod{'' if option.pods == 1 else 's'}"
     money = ""
@@ -210,9 +299,12 @@ def _conclusion(summary: SizeSummary) -> str:
         money = f", for {number(option.cost_per_hour)} an hour"
         if option.cost_per_million_tokens is not None:
             money += f" and {number(option.cost_per_million_tokens)} a million tokens"
+            if _cut(summary):
+                whole = _over_whole(summary, option.cost_per_million_tokens)
+                money += f" of what was sized for, {number(whole)} of the whole trace"
     told = (
         f"{pods} of {option.profile} under {option.config} keep{'s' if option.pods == 1 else ''} "
-        f"{', '.join(summary.bounds)} with 95 % confidence{money}."
+        f"{promised(summary)}, with 95 % confidence{money}."
     )
     if option.pods_perhaps is not None:
         told += (
@@ -222,8 +314,48 @@ def _conclusion(summary: SizeSummary) -> str:
     return told
 
 
+def _cut(summary: SizeSummary) -> bool:
+    """Not all of the trace is sized for."""
+    return summary.sized_for.requests < summary.trace.requests
+
+
+def _over_whole(summary: SizeSummary, cost: float) -> float:
+    """What a million tokens cost if the pods of the busiest stretch are there all the time."""
+    rates = [
+        (one.prompt_tokens + one.output_tokens) / (one.end_s - one.start_s)
+        for one in (summary.sized_for, summary.trace)
+    ]
+    return cost * rates[0] / rates[1]
+
+
+def _nearest(summary: SizeSummary) -> str:
+    """Where nothing is enough, how far from it the best that was tried is."""
+    tried = [
+        (one.used, one.pods, name_of(option), one)
+        for option in summary.options
+        for one in option.counts
+        if one.used is not None
+    ]
+    if not tried or not summary.complete or any(one.pods is not None for one in summary.options):
+        return ""
+    used, pods, name, nearest = min(tried, key=lambda one: one[:3])
+    bound = next(one for one in nearest.bounds if one.used == used)
+    sure = "" if bound.sure is None else f" (95 % sure of {_shown(bound.name, bound.sure)})"
+    return (
+        f" Nearest came {pods:,} pod{'' if pods == 1 else 's'} of {name}: {bound.name} was "
+        f"{_shown(bound.name, bound.figure.value)}{sure}, and is to be "
+        f"{_limit(bound.name, bound.limit)}."
+    )
+
+
 def _sentences(summary: SizeSummary) -> list[str]:
-    return [_conclusion(summary), *_autoscaling_sentence(summary), *_basis(summary)]
+    headroom = _headroom_words(summary)
+    return [
+        _conclusion(summary),
+        *([headroom] if headroom else []),
+        *_autoscaling_sentence(summary),
+        *_basis(summary),
+    ]
 
 
 def _autoscaling_sentence(summary: SizeSummary) -> list[str]:
@@ -249,10 +381,10 @@ def _basis(summary: SizeSummary) -> list[str]:
     """What was replayed, what was varied, and how surely that is known."""
     told = []
     whole, part = summary.trace, summary.sized_for
-    if part.requests < whole.requests:
+    if _cut(summary):
         told.append(
             f"Sized for the busiest {limit(round(part.end_s - part.start_s))} of the trace, from "
-            f"{number(part.start_s)} s on: {part.requests:,} of its {whole.requests:,} requests, at "
+            f"{part.start_s / _HOUR_S:,.1f} h on: {part.requests:,} of its {whole.requests:,} requests, at "
             f"{number(_rate(part) / _rate(whole))} times its mean rate."
         )
     if summary.runs:
@@ -260,10 +392,17 @@ def _basis(summary: SizeSummary) -> list[str]:
         told.append(
             "A bound is kept if the one-sided 95 % interval of its figure is within it: that is said "
             "of such traffic at large, not of every hour of it, nor of an engine that is unlike its "
-            "profile. The answer is the smallest number that keeps all, with the one above it, while "
-            "the one below does not."
+            f"profile. {_neighbours(summary)}"
         )
     return told
+
+
+def _neighbours(summary: SizeSummary) -> str:
+    """What the answer was held to."""
+    pods = None if summary.chosen is None else summary.options[summary.chosen].pods
+    above = "" if pods == summary.pods_max else ", as the one above it does"
+    below = "" if pods == 1 else ", while the one below does not"
+    return f"The answer is the smallest number that keeps all{above}{below}."
 
 
 def _rate(stretch: DemandSummary) -> float:
@@ -272,28 +411,56 @@ def _rate(stretch: DemandSummary) -> float:
 
 
 def _frontier(summary: SizeSummary) -> str:
-    """How much of the bounds is used over what it costs, a line an option; below 1 is kept."""
+    """How much of the bounds is used over what it costs, a line an option; up to 100 % is kept."""
     priced = all(option.price_per_hour is not None for option in summary.options)
+
+    def place(one: CountSummary | None) -> tuple[float, float] | None:
+        across = None if one is None else one.cost_per_hour if priced else float(one.pods)
+        if one is None or one.used is None or across is None:
+            return None
+        return across, 100 * min(max(one.used, _USED_MIN), USED_MAX)
+
     lines: dict[str, Points] = {}
+    found: dict[str, Points] = {}
+    front = []
     for option in summary.options:
-        points = []
-        for one in option.counts:
-            across = one.cost_per_hour if priced else float(one.pods)
-            if one.used is not None and one.used > 0 and across is not None:
-                points.append((across, min(one.used, USED_MAX)))
-        if points:
-            lines[name_of(option)] = points
+        points = [point for one in option.counts if (point := place(one))]
+        if not points:
+            continue
+        lines[name_of(option)] = points
+        if at := place(_found(option)):
+            found[name_of(option)] = [at]
+            front += [at] if option.on_front else []
     if not lines:
         return ""
     flat = [point for line in lines.values() for point in line]
-    widest = max(across for across, _ in flat)
+    costs = [across for across, _ in flat]
     title = "cost" if priced else "pods"
-    x = Axis.over([across for across, _ in flat], unit="an hour" if priced else "", title=title)
-    y = Axis.over([*(used for _, used in flat), 1.0], title="of the bounds used", logarithmic=True)
-    lines["all that is allowed"] = [(0.0, 1.0), (max(widest, x.high), 1.0)]
-    caption = f"What is left of the bounds over the {title}"
-    drawing = line_chart(lines, x=x, y=y, label=caption, dots=True)
-    return figure(caption, drawing, list(lines))
+    x = Axis.over(
+        costs,
+        unit="an hour" if priced else "",
+        title=title,
+        logarithmic=min(costs) > 0 and max(costs) > _EVEN_AXIS_MAX * min(costs),
+        whole=not priced,
+    )
+    y = Axis.over(
+        [*(used for _, used in flat), 100.0], unit="%", title="of the bounds used", logarithmic=True
+    )
+    if len(front) > 1:
+        lines[_FRONT] = sorted(front)
+    lines[_ALLOWED] = [(x.low, 100.0), (x.high, 100.0)]
+    caption = f"How much of the bounds is used, over the {title}"
+    drawing = wide_line_chart(
+        lines, x=x, y=y, label=caption, dots=Dots(bare=(_FRONT, _ALLOWED), large=found)
+    )
+    told = (
+        "A dot is a number of pods that was tried, a large one the number that was found. "
+        "What lies above 100 % breaks a bound"
+    )
+    if any(used >= 100 * USED_MAX for _, used in flat):
+        told += f"; {100 * USED_MAX:,.0f} % is that much or more"
+    told += "."
+    return figure(caption, f"<p>{words(told)}</p>{drawing}", list(lines))
 
 
 def _over_time(summary: SizeSummary) -> str:
@@ -303,24 +470,33 @@ def _over_time(summary: SizeSummary) -> str:
         return ""
     points = [(one.start_s / _HOUR_S, 100 * one.of_busiest) for one in stretches]
     caption = "The work that arrives over time"
+    lines: dict[str, Points] = {"all of the trace": points}
+    part = summary.sized_for
+    sized = [at for at in points if part.start_s <= at[0] * _HOUR_S <= part.end_s]
+    if _cut(summary) and len(sized) > 1:
+        lines["what was sized for"] = sized
     drawing = wide_line_chart(
-        {"of the busiest stretch": points},
+        lines,
         x=Axis.over(
             [*(at for at, _ in points), stretches[-1].end_s / _HOUR_S], unit="h", title="time"
         ),
         y=Axis(low=0, high=100, unit="%", title="of the busiest"),
         label=caption,
     )
-    return figure(caption, drawing)
+    return figure(caption, drawing, list(lines) if len(lines) > 1 else ())
 
 
-def _at_most(used: float | None) -> str:
+def _used(used: float | None) -> str:
     if used is None:
         return "-"
-    return share(used) if used <= USED_MAX else f"over {share(USED_MAX)}"
+    return share(used) if used <= USED_MAX else f"over {USED_MAX:,.0%}"
 
 
-def _shown(bound: BoundSummary, value: float | None) -> str:
-    if bound.name in ("goodput", "lost"):
-        return share(value)
-    return seconds(value)
+def _limit(name: str, limited: float) -> str:
+    if name in (GOODPUT, LOST):
+        return f"at {'least' if name == GOODPUT else 'most'} {100 * limited:g} %"
+    return f"at most {limit(limited)}"
+
+
+def _shown(name: str, value: float | None) -> str:
+    return share(value) if name in (GOODPUT, LOST) else seconds(value)

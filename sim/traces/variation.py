@@ -21,8 +21,8 @@ before, continues its session.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import count, islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, count, islice
 from random import Random
 from typing import Final
 
@@ -32,6 +32,7 @@ from msgspec.structs import replace
 from epp.core.types import Seconds
 from sim.traces.arrival import Arrival, TraceError
 from sim.traces.reading import Trace, from_zero
+from sim.traces.workloads import Generated
 
 BLOCK_S: Final[Seconds] = 120.0
 BLOCKS_MIN: Final = 20
@@ -42,6 +43,40 @@ SESSION_GAP_S: Final[Seconds] = 900.0
 HELD_MAX: Final = 10_000_000
 """Requests and blocks of a recorded trace that is to be resampled, which is held in memory: about
 110 bytes each at most, measured on Mooncake's conversation hour (12,031 and 288,500)."""
+
+
+DRAWN_MAX: Final = 1_000_000
+"""Requests and blocks of generated stretches that are kept, all together: some 110 MB at most."""
+_Key = tuple[Generated, int, int, int | None]
+
+
+class _Drawn:
+    """Late stretches of generated traffic, which many runs are of.
+
+    To draw all that comes before the evening of a day takes more than half as long as to serve the
+    evening. A stretch that is too much is drawn anew each time; else those that came first leave.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[_Key, tuple[list[Arrival], int]] = {}
+
+    def of(self, key: _Key, draw: Callable[[], Iterator[Arrival]]) -> Iterator[Arrival]:
+        """What `draw` gives, which follows from `key` alone."""
+        if key in self._kept:
+            return iter(self._kept[key][0])
+        drawn, held, size = draw(), [], 0
+        for arrival in drawn:
+            held.append(arrival)
+            size += 1 + len(arrival.blocks)
+            if size > DRAWN_MAX:
+                return chain(held, drawn)
+        self._kept[key] = held, size
+        while sum(size for _, size in self._kept.values()) > DRAWN_MAX:
+            del self._kept[next(iter(self._kept))]
+        return iter(held)
+
+
+_DRAWN: Final = _Drawn()
 
 
 class Blocks(Struct, frozen=True, kw_only=True):
@@ -94,8 +129,12 @@ def varied(
     generated = trace.generated()
     if generated is not None:
         named = generated.seed
-        drawn = generated.arrivals(trace.options.seed if named is None else named + repetition)
-        return Variation(arrivals=part(from_zero(drawn)), generated=True)
+        drawn_from = trace.options.seed if named is None else named + repetition
+        if requests_from:
+            key = (generated, drawn_from, requests_from, requests_max)
+            arrivals = _DRAWN.of(key, lambda: part(from_zero(generated.arrivals(drawn_from))))
+            return Variation(arrivals=arrivals, generated=True)
+        return Variation(arrivals=part(from_zero(generated.arrivals(drawn_from))), generated=True)
     given: list[Arrival] = []
     held = 0
     for arrival in part(trace):

@@ -230,7 +230,7 @@ def _cases(names: Sequence[str], traces: Sequence[Path]) -> list[Case]:
         name = path.name.partition(".")[0]
         if name in CASES or any(case.name == name for case in cases):
             raise OutputError(f"--trace {path}: there is a case {name} already; rename the file")
-        cases.append(Case(name=name, says=f"{path.name}, as recorded", file=str(path)))
+        cases.append(Case(name=name, says=f"{path.name}, as recorded", file=str(path.absolute())))
     return cases
 
 

@@ -1,5 +1,6 @@
 """Jobs on executors of others: theirs are the same answers, and their failures have names."""
 
+import socket
 import subprocess
 import sys
 import threading
@@ -124,51 +125,103 @@ def test_an_extra_that_is_not_installed_is_named(extra, package, monkeypatch):
         pass
 
 
-def test_a_scheduler_that_is_not_there_is_told(monkeypatch):
-    """After some seconds, by its address."""
-    monkeypatch.setattr(executors, "_CONNECT_S", 0.2)
-    with (
-        pytest.raises(ExecutorError, match=r"dask://127\.0\.0\.1:9"),
-        workers_at("dask://127.0.0.1:9", 1),
-    ):
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [("127.0.0.1:9", "Connection refused"), ("127.0.0.1", "expected HOST:PORT"), ("a:b", "HOST")],
+)
+@pytest.mark.parametrize("cluster", ["dask", "ray"])
+def test_a_cluster_that_is_not_there_is_told(cluster, address, told, monkeypatch):
+    """At once, by its address, in a line; the clients would go on trying."""
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    with pytest.raises(ExecutorError) as refused, workers_at(f"{cluster}://{address}", 1):
         pass
+    sentence = str(refused.value)
+    assert sentence.startswith(f"--executor {cluster}://{address}: ")
+    assert told in sentence
+    assert "\n" not in sentence
 
 
-def test_ray_is_asked_by_its_interface(monkeypatch):
-    """A stand-in with the names that Ray documents: init, remote, ObjectRef.future."""
+class RayTaskError(Exception):
+    """What Ray tells of a task that has failed, and what that raised."""
+
+    def __init__(self, cause):
+        super().__init__('\x1b[36mray::task()\x1b[39m (pid=1)\n  File "a.py", line 1\nError')
+        self.cause = cause
+
+
+@pytest.fixture
+def ray(monkeypatch):
+    """A stand-in with the names that Ray documents; what it was asked, in order."""
     asked = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
 
-    class Reference:
-        def __init__(self, answer):
-            self.answer = answer
+        class Reference:
+            def __init__(self, task, given):
+                self.future_of_it = Future()
+                try:
+                    self.future_of_it.set_result(task(*given))
+                except Exception as problem:  # noqa: BLE001  as any worker does
+                    self.future_of_it.set_exception(RayTaskError(problem))
 
-        def future(self):
-            future = Future()
-            future.set_result(self.answer)
-            return future
+            def future(self):
+                return self.future_of_it
 
-    class Connection:
-        def __enter__(self):
-            asked.append("connected")
+        class Connection:
+            def __enter__(self):
+                asked.append("connected")
 
-        def __exit__(self, *_):
-            asked.append("left")
+            def __exit__(self, *_):
+                asked.append("left")
 
-    def remote(**_):
-        def of(task):
-            asked.append(task.__name__)
-            return SimpleNamespace(remote=lambda *given: Reference(task(*given)))
+        def remote(**_):
+            def of(task):
+                asked.append(task.__name__)
+                return SimpleNamespace(remote=lambda *given: Reference(task, given))
 
-        return of
+            return of
 
-    def init(address, **_):
-        asked.append(address)
-        return Connection()
+        def init(address, **_):
+            asked.append(address)
+            return Connection()
 
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init, remote=remote))
-    with workers_at("ray://head:10001", 1) as workers:
+        module = SimpleNamespace(
+            init=init, remote=remote, exceptions=SimpleNamespace(RayTaskError=RayTaskError)
+        )
+        monkeypatch.setitem(sys.modules, "ray", module)
+        yield SimpleNamespace(
+            module=module, asked=asked, address=f"127.0.0.1:{listening.getsockname()[1]}"
+        )
+
+
+def test_ray_is_asked_by_its_interface(ray):
+    """Of init, remote and ObjectRef.future; a task is sent once."""
+    with workers_at(f"ray://{ray.address}", 1) as workers:
         assert dict(workers.outcomes(doubled, [1, 2, 3])) == {0: 2, 1: 4, 2: 6}
-    assert asked == ["ray://head:10001", "connected", "doubled", "left"]
+    assert ray.asked == [f"ray://{ray.address}", "connected", "doubled", "left"]
+
+
+def test_of_a_task_that_failed_on_ray_its_own_sentence_is_told(ray):
+    """Not the traceback in colours that Ray wraps it in."""
+    with workers_at(f"ray://{ray.address}", 1) as workers:
+        found = dict(workers.outcomes(doubled, [1, -2]))
+        assert (found[0], str(found[1])) == (2, "-2 is negative")
+        found = dict(workers.outcomes(halved, [0]))
+        assert str(found[0]) == "ZeroDivisionError: division by zero"
+
+
+def test_a_ray_server_that_does_not_start_is_told_in_a_line(ray, monkeypatch):
+    """It sends a traceback; what that ends with is what happened."""
+
+    def init(*_, **__):
+        raise ConnectionAbortedError(
+            "Initialization failure from server:\nTraceback (most recent call last):\n"
+            '  File "proxier.py", line 772, in Datapath\nRuntimeError: no server for you\n\n'
+        )
+
+    monkeypatch.setattr(ray.module, "init", init)
+    expected = f"^--executor ray://{ray.address}: RuntimeError: no server for you$"
+    with pytest.raises(ExecutorError, match=expected), workers_at(f"ray://{ray.address}", 1):
+        pass
 
 
 def test_serving_and_replaying_import_no_cluster():

@@ -5,10 +5,13 @@ import signal
 
 import pytest
 import yaml
+from msgspec.structs import replace
 
 from sim.__main__ import main
+from sim.experiments.size import _with_front
+from sim.measurement.summaries import SizedSummary
 from tests.sim.experiments.test_replay import started, wait_for, written
-from tests.sim.made import BLOCK_TOKENS
+from tests.sim.made import BLOCK_TOKENS, filled
 
 SLO = ("--slo", "ttft-p90=0.25")
 PODS_MAX = 8
@@ -133,12 +136,13 @@ def test_the_same_on_any_number_of_processes_and_over_stops(trace, tmp_path, cap
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_dask_cluster_gives_the_same_to_the_digit(scheduler, trace, tmp_path):
-    """Two worker processes against this machine's: every byte of what is told."""
+def test_a_dask_cluster_gives_the_same_to_the_digit(scheduler, trace, tmp_path, monkeypatch):
+    """Two worker processes, started elsewhere, against this machine's: every byte of what is told."""
     flags = (*SLO, *SMALL, "--answer-only")
     here, there = tmp_path / "here", tmp_path / "there"
-    assert size(trace, *flags, "--out", here) == 0
-    assert size(trace, *flags, "--executor", f"dask://{scheduler}", "--out", there) == 0
+    monkeypatch.chdir(trace.parent)
+    assert size(trace.name, *flags, "--out", here) == 0
+    assert size(trace.name, *flags, "--executor", f"dask://{scheduler}", "--out", there) == 0
     for name in ("summary.json", "report.md", "report.html"):
         assert (here / name).read_bytes() == (there / name).read_bytes(), name
 
@@ -208,3 +212,13 @@ def test_a_flag_that_is_none_is_refused(trace, flags, told, capsys):
         size(trace, *flags)
     assert stopped.value.code == 2
     assert told in capsys.readouterr().err
+
+
+def test_without_prices_pods_of_one_kind_have_a_front():
+    """They are their own price; of several kinds nobody can say."""
+    one = filled(SizedSummary, profile="a", config="default", pods=4, used=0.5)
+    other = replace(one, config="random", pods=5, used=0.4)
+    beaten = replace(one, config="round-robin", pods=6, used=0.9)
+    assert [option.on_front for option in _with_front([one, other, beaten])] == [True, True, False]
+    mixed = [one, replace(other, profile="b")]
+    assert [option.on_front for option in _with_front(mixed)] == [False, False]

@@ -218,6 +218,33 @@ def test_of_a_long_trace_a_stretch_is_sized_for_and_the_whole_is_autoscaled():
     assert len(sizing.autoscaled[1]) == 1
 
 
+@pytest.mark.parametrize(
+    ("kept_below", "share", "asked"), [(100.0, 1.0, [2]), (17.0, 0.8, [2]), (13.0, 0.6, [2, 2])]
+)
+def test_of_a_whole_trace_two_targets_are_tried_at_once(kept_below, share, asked):
+    """One run each would leave all cores but one idle; the highest that keeps the bounds is taken."""
+    sets = []
+
+    class InSets(MadeUpRuns):
+        def of(self, wanted):
+            scaled = sum(bool(one.scenario and one.scenario.autoscaler) for one in wanted)
+            sets.extend([scaled] if scaled else [])
+            return super().of(wanted)
+
+    def ttft_s(settings):
+        scaled = settings.scenario and settings.scenario.autoscaler
+        if scaled:
+            return 0.5 if scaled.target < kept_below else 2.0
+        return needing(4)(settings)
+
+    sizing = Sizing(task(sized_s_max=200.0), InSets(ttft_s))
+    sizing.carry_out()
+    settings, runs = sizing.autoscaled
+    assert settings.target == pytest.approx(share * 20)
+    assert len(runs) == 1
+    assert sets == asked
+
+
 def test_every_number_is_run_to_check_the_search():
     """It says what is found so, also where the search was misled by luck."""
 

@@ -12,6 +12,7 @@ from sim.reports.charts import (
     SMALL,
     STYLE,
     Axis,
+    Dots,
     bar_chart,
     cdf_chart,
     line_chart,
@@ -32,6 +33,30 @@ def test_a_logarithmic_axis_has_marks_enough_to_read_it(high):
     assert marks == sorted(marks)
     assert axis.low <= marks[0] <= marks[-1] <= axis.high
     assert all(after - before > 0.1 for before, after in pairwise(map(axis.share, marks)))
+
+
+@pytest.mark.parametrize("logarithmic", [False, True])
+@pytest.mark.parametrize("high", [2.0, 7.0, 64.0])
+def test_between_whole_numbers_nothing_is_marked(high, logarithmic):
+    """One pod and a half is none."""
+    marks = Axis.over([1.0, high], whole=True, logarithmic=logarithmic).marks()
+    assert marks
+    assert all(mark == round(mark) for mark in marks)
+
+
+def test_points_are_marked_large_or_not_at_all():
+    """What was found stands out, and a limit is a line."""
+    axis = Axis.over([1.0, 5.0])
+    points = [(1.0, 1.0), (5.0, 5.0)]
+    drawn = line_chart(
+        {"tried": points, "limit": points}, x=axis, y=axis, label="",
+        dots=Dots(bare=("limit",), large={"tried": [(5.0, 5.0)]}),
+    )  # fmt: skip
+    tried, limit = drawn.split('data-name="limit"')
+    radii = [float(one) for one in re.findall(r' r="([\d.]+)"', tried)]
+    assert len(radii) == 2
+    assert radii[1] > radii[0]
+    assert "<circle" not in limit
 
 
 def test_an_axis_with_a_title_tells_its_unit_once():

@@ -147,7 +147,7 @@ async def test_the_text_of_charts_can_be_read(folder, tab, name, size):
     """It is large enough as it is shown, and no label covers another."""
     await tab.show(folder / name / "report.html", size)
     texts = await tab.evaluate(TEXTS)
-    assert len(texts) > 10
+    assert len(texts) > 8
     assert [one for one in texts if one["px"] < TEXT_PX_MIN] == []
     assert [one for one in texts if one["covers"]] == []
 

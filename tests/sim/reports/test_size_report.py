@@ -43,6 +43,7 @@ OPTION = filled(
     used=0.8,
     cost_per_hour=12.5,
     cost_per_million_tokens=0.25,
+    cost_per_million_output_tokens=2.0,
     on_front=True,
     counts=[count(4, 1.05), count(5, 0.8), count(6, 0.5)],
     runs=15,
@@ -75,8 +76,8 @@ def test_the_answer_is_a_sentence():
     """With what it costs, wherever it is told."""
     for told in (size_table, size_report, size_page):
         assert (
-            "5 pods of a-card under default keep ttft-p90=2 with 95 % confidence, for 12.5 an hour "
-            "and 0.25 a million tokens."
+            "5 pods of a-card under default keep ttft-p90 at most 2 s, with 95 % confidence, for 12.5 "
+            "an hour and 0.25 a million tokens."
         ) in told(SUMMARY)
 
 
@@ -88,24 +89,106 @@ def test_a_smaller_number_that_might_do_is_named():
 
 def test_what_was_left_out_of_a_long_trace_is_told():
     """How much busier the stretch is that was sized for."""
-    whole = replace(STRETCH, end_s=36_000.0, requests=500)
-    told = size_report(replace(SUMMARY, trace=whole))
-    assert "100 of its 500 requests, at 2 times its mean rate" in told
+    part = replace(STRETCH, start_s=18_000.0, end_s=21_600.0)
+    whole = replace(STRETCH, end_s=36_000.0, requests=500, prompt_tokens=3, output_tokens=2)
+    steps = [
+        replace(STRETCH, start_s=1_800.0 * at, end_s=1_800.0 * (at + 1), of_busiest=0.5)
+        for at in range(20)
+    ]
+    cut = replace(SUMMARY, trace=whole, sized_for=part, over_time=steps)
+    told = size_report(cut)
+    assert "from 5.0 h on: 100 of its 500 requests, at 2 times its mean rate" in told
+    # 2 tokens in an hour there, 5 in ten hours: of each four times as many pods are paid for.
+    assert "and 0.25 a million tokens of what was sized for, 1 of the whole trace." in told
+    assert "of tokens those of what was sized for." in told
+    assert "what was sized for" in size_page(cut).partition("<table")[0]
+    assert "of the whole trace" not in size_report(SUMMARY)
 
 
-def test_where_nothing_is_enough_it_says_why():
-    """And tells no number."""
-    none = replace(
-        SUMMARY,
-        chosen=None,
-        why_none="No option keeps all bounds with up to 64 pods.",
-        options=[replace(OPTION, pods=None, on_front=False, counts=[count(64, 1.05)])],
-        headroom=[],
-        runs=[],
-    )
+NONE = replace(
+    SUMMARY,
+    chosen=None,
+    why_none="No option keeps all bounds with up to 64 pods.",
+    options=[
+        replace(
+            OPTION, pods=None, on_front=False, used=None, cost_per_hour=None,
+            cost_per_million_tokens=None, counts=[count(32, 1.5), count(64, 1.05)],
+        )
+    ],
+    headroom=[],
+    runs=[],
+)  # fmt: skip
+
+
+def test_where_nothing_is_enough_it_says_why_and_how_far_the_best_is_from_it():
+    """And tells no number; the bounds of the highest that was tried are there to be looked at."""
     for told in (size_table, size_report, size_page):
-        assert "No option keeps all bounds with up to 64 pods." in told(none)
-        assert "more than 64" in told(none)
+        assert (
+            "No option keeps all bounds with up to 64 pods. Nearest came 64 pods of a-card, default: "
+            "ttft-p90 was 1.89 s (95 % sure of 2.10 s), and is to be at most 2 s."
+        ) in told(NONE)
+        assert "more than 64" in told(NONE)
+    report = size_report(NONE)
+    assert "| a-card, default | 64 | ttft-p90 | at most 2 s | 1.89 s | 2.10 s | 105.0% |" in report
+    assert "## What was varied" not in report, "a title with nothing under it"
+
+
+def test_an_answer_at_an_end_does_not_speak_of_what_is_beyond():
+    """Below one pod and above the highest there is nothing that was tried."""
+    lone = replace(SUMMARY, options=[replace(OPTION, pods=1, counts=[count(1, 0.8)])])
+    assert "the smallest number that keeps all, as the one above it does." in size_report(lone)
+    most = replace(SUMMARY, pods_max=5)
+    assert "the smallest number that keeps all, while the one below does not." in size_report(most)
+    assert "keeps all, as the one above it does, while the one below" in size_report(SUMMARY)
+
+
+def test_without_prices_there_is_no_column_of_costs():
+    """It would be empty; and nothing is in a currency."""
+    bare = [
+        replace(one, cost_per_hour=None) for one in OPTION.counts
+    ]  # fmt: skip
+    option = replace(
+        OPTION, price_per_hour=None, cost_per_hour=None, cost_per_million_tokens=None, counts=bare
+    )
+    lost = replace(SUMMARY.headroom[0], cost_per_hour=None)
+    told = size_report(replace(SUMMARY, options=[option], headroom=[lost]))
+    assert "an hour" not in told
+    assert "currency" not in told
+    assert "| a-card, default (chosen) | 5 | 80.0% | 15 |" in told
+
+
+def test_a_front_is_told_where_there_is_something_to_beat():
+    """In a column, with what it means; of one option it would say nothing."""
+    other = replace(OPTION, config="round-robin", used=0.9, on_front=False)
+    told = size_report(replace(SUMMARY, options=[OPTION, other]))
+    assert "| a-card, default (chosen) | 5 | 12.5 | 0.25 | 2 | 80.0% | yes | 15 |" in told
+    assert "| a-card, round-robin | 5 | 12.5 | 0.25 | 2 | 90.0% | - | 15 |" in told
+    assert "no other option beats in both cost and what is left of the bounds." in told
+    assert "on the front" not in size_report(SUMMARY)
+    bare = [replace(one, price_per_hour=None) for one in (OPTION, other)]
+    told = size_report(replace(SUMMARY, options=bare))
+    assert "no other option beats in both pods and what is left of the bounds." in told
+
+
+def test_headroom_that_is_still_looked_for_is_not_called_too_much():
+    """Stopped in its search: nothing says that the highest number is not enough."""
+    sought = replace(SUMMARY.headroom[0], pods=None, cost_per_hour=None)
+    stopped = replace(SUMMARY, complete=False, headroom=[sought])
+    assert "| one pod lost | - | - |" in size_report(stopped)
+    whole = replace(SUMMARY, headroom=[sought])
+    assert "| one pod lost | more than 64 | - |" in size_report(whole)
+
+
+def test_an_autoscaler_that_takes_more_does_not_save():
+    """A negative saving is a riddle."""
+    more = filled(
+        AutoscalingSummary, metric="inflight-requests", target=12.0, kept=True, pods_mean=3.0,
+        bounds=count(4, 0.9).bounds, runs=5, pod_hours=5.0, fixed_pod_hours=4.0,
+    )  # fmt: skip
+    report = size_report(replace(SUMMARY, autoscaling=more))
+    assert "| used more | 25.0% |" in report
+    report = size_report(replace(SUMMARY, autoscaling=replace(more, pod_hours=3.0)))
+    assert "| saved | 25.0% |" in report
 
 
 def test_an_autoscaler_that_broke_bounds_says_so():
@@ -130,13 +213,15 @@ def test_of_nothing_there_is_a_report_too():
     )  # fmt: skip
     for told in (size_table, size_report, size_page):
         assert "No option has been searched to its end yet." in told(nothing)
+    for told in (size_report, size_page):
+        assert "Not complete: the same command goes on from here." in told(nothing)
 
 
 def test_a_search_that_every_number_contradicts_shows_it():
     """What was found, and what every number finds, beside each other."""
     every = EveryCountSummary(pods=6, runs=320, counts=[count(6, 0.5)])
     told = size_report(replace(SUMMARY, options=[replace(OPTION, every_count=every)]))
-    assert "| a-card, default (chosen) | 5 | 12.5 | 0.25 | - | 80.0% | yes | 15 | 6 | 320 |" in told
+    assert "| a-card, default (chosen) | 5 | 12.5 | 0.25 | 2 | 80.0% | 15 | 6 | 320 |" in told
 
 
 def test_of_what_was_not_decided_no_verdict_is_told():

@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.__main__ import main
+from sim.traces import variation
 from sim.traces.arrival import TraceError
 from sim.traces.formats import open_trace
 from sim.traces.reading import ReadOptions
 from sim.traces.variation import BLOCKS_MIN, Blocks, resampled, sessions_of, varied
+from sim.traces.workloads import Generated
 from tests.sim.made import arrival
 
 
@@ -288,3 +290,61 @@ def test_a_part_of_a_trace_is_what_lies_between(tmp_path_factory, start, count, 
         assert [one.blocks for one in part] == [one.blocks for one in whole]
         assert part[0].time_s == 0.0
         assert part[-1].time_s == pytest.approx(whole[-1].time_s - whole[0].time_s)
+
+
+@pytest.fixture
+def generated(tmp_path):
+    """A trace that is drawn, and how often it was."""
+    path = tmp_path / "drawn.jsonl"
+    assert (
+        main(["trace", "generate", "shared-prefix", "--requests", "200", "--out", str(path)]) == 0
+    )
+    return open_trace(path, ReadOptions())
+
+
+@pytest.mark.parametrize("drawn_max", [10**6, 100, 1])
+def test_a_late_stretch_is_the_same_however_often_it_is_asked_for(
+    generated, monkeypatch, drawn_max
+):
+    """Kept, kept in the place of another, or too large to be: who asks does not see which."""
+    monkeypatch.setattr(variation, "DRAWN_MAX", drawn_max)
+    monkeypatch.setattr(variation, "_DRAWN", variation._Drawn())
+
+    def stretch(repetition):
+        return list(
+            varied(
+                generated, repetition, seed=repetition, requests_from=150, requests_max=20
+            ).arrivals
+        )
+
+    whole = list(varied(generated, 1, seed=1, requests_max=None).arrivals)
+    first = stretch(1)
+    assert [one.prompt_tokens for one in first] == [one.prompt_tokens for one in whole[150:170]]
+    assert first[0].time_s == 0.0
+    others = [stretch(repetition) for repetition in (2, 3, 4)]
+    assert all(other != first for other in others)
+    assert stretch(1) == first
+    assert [stretch(repetition) for repetition in (2, 3, 4)] == others
+
+
+def test_a_late_stretch_is_drawn_once_and_what_is_kept_is_bounded(generated, monkeypatch):
+    """What comes before it is drawn for nothing; the stretch that came first leaves."""
+    drawn = []
+    draw = Generated.arrivals
+    monkeypatch.setattr(
+        Generated, "arrivals", lambda self, seed: drawn.append(seed) or draw(self, seed)
+    )
+    monkeypatch.setattr(variation, "_DRAWN", variation._Drawn())
+
+    def size_of(repetition):
+        found = varied(generated, repetition, seed=1, requests_from=150, requests_max=20)
+        return sum(1 + len(one.blocks) for one in found.arrivals)
+
+    size = size_of(1)
+    assert size_of(1) == size
+    assert len(drawn) == 1
+    monkeypatch.setattr(variation, "DRAWN_MAX", size)
+    size_of(2)
+    size_of(2)
+    size_of(1)
+    assert len(drawn) == 3

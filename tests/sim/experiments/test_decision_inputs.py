@@ -129,7 +129,7 @@ def test_a_line_has_what_the_scorer_went_by(tmp_path):
             assert set(pod["known"]) == {*NUMBERS, "adapters"} - {"matched_blocks"}
             assert pod["known"]["inflight_requests"] >= 0
             del pod["known"], pod["costs"]
-        for name in ("block_tokens", "prompt_tokens", "output_tokens_max"):
+        for name in ("block_tokens", "prompt_tokens", "output_tokens_max", "answer_tokens"):
             del line[name]
         assert line == without
 

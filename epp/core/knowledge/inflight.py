@@ -294,13 +294,15 @@ class InflightLedger:
                 return
             backlog = self._open_backlog(slot)
         columns, first_outputs = self._columns, backlog.first_outputs
-        since_s, backlog.scraped_at_s = now - backlog.scraped_at_s, now
+        since_s = now - backlog.scraped_at_s
         idle = not (backlog.queue or backlog.drained)
         if idle:
             # Rounding of what was moved away must not leave a ghost.
             columns.prefill_backlog_tokens[slot] = 0.0
         elif not first_outputs.counted or since_s > PAGE_S_MAX:
             self._drain(slot, now)
+        # What has drained is kept for so long after the page before this.
+        backlog.scraped_at_s = now
         inflight_requests = columns.inflight_requests.item(slot)
         released = first_outputs.scraped(metrics, inflight_requests, since_s=since_s)
         if not first_outputs.counted:

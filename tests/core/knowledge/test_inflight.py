@@ -289,6 +289,18 @@ def test_a_page_that_is_heard_of_late_leaves_no_ghost_of_what_is_computed(counts
     assert (held.prefill_tokens, columns.prefill_backlog_tokens[0]) == (0.0, 0.0)
 
 
+def test_what_has_drained_before_a_page_that_came_late_stays_drained():
+    """Where chunks were shown before: the next one restores nothing of it."""
+    ledger, columns = ledger_of()
+    ledger.first_output(lease(ledger, stream=True), 0.5)
+    for read_at_s in (1.0, 1.2):
+        ledger.scraped(0, EndpointMetrics(first_outputs_total=40.0), read_at_s)
+    lease(ledger, now=1.2, stream=True)
+    ledger.scraped(0, EndpointMetrics(first_outputs_total=40.0), 5.0)
+    ledger.first_output(lease(ledger, now=5.0, stream=True), 5.1)
+    assert columns.prefill_backlog_tokens[0] == 0.0
+
+
 def test_a_request_that_failed_at_once_releases_itself_alone():
     """No output will be counted for it, and it does not make the endpoint fast."""
     there = Counted()

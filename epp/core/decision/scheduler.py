@@ -484,7 +484,7 @@ class Scheduler:
             prompt_tokens=tokens,
             predicted_tokens=predicted_tokens(matched, settings.block_tokens, tokens),
             prompt_bytes=_bytes_of(request),
-            prompts=len(request.prompts) or request.prompt_count,
+            prompts=request.prompt_count,
         )
         if len(settings.joined) <= 1:
             return expected

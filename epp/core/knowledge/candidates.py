@@ -190,22 +190,18 @@ class Columns:
     ) -> None:
         """Keep what a scrape said of the load of `slot`; a column that tells the same is unchanged."""
         # Most are told many times a second, and many tell the same. NaN differs from itself.
-        versions = self.versions
         before = self.waiting_requests.item(slot)
         if before != waiting_requests and not (isnan(before) and isnan(waiting_requests)):
             self.waiting_requests[slot] = waiting_requests
-            versions["waiting_requests"] += 1
-            self.version += 1
+            self.changed("waiting_requests")
         before = self.running_requests.item(slot)
         if before != running_requests and not (isnan(before) and isnan(running_requests)):
             self.running_requests[slot] = running_requests
-            versions["running_requests"] += 1
-            self.version += 1
+            self.changed("running_requests")
         before = self.kv_cache_usage.item(slot)
         if before != kv_cache_usage and not (isnan(before) and isnan(kv_cache_usage)):
             self.kv_cache_usage[slot] = kv_cache_usage
-            versions["kv_cache_usage"] += 1
-            self.version += 1
+            self.changed("kv_cache_usage")
 
     def set_kv_capacity(self, slot: int, tokens: float) -> None:
         """Keep what a scrape said of the size of the KV cache of `slot`; NaN: it did not say."""

@@ -241,7 +241,7 @@ class HitAccuracy:
         """A request goes to `slot`. One whose prompt is not known counts as somebody else's."""
         if not expected.prompt_tokens:
             return
-        window = self._slots[slot] if slot < len(self._slots) else self._slot(slot)
+        window = self._slot(slot)
         window.prompts += expected.prompts
         window.prompt_bytes += expected.prompt_bytes
         window.prompt_tokens += expected.prompt_tokens
@@ -250,9 +250,8 @@ class HitAccuracy:
             window.model = model
         elif window.model != model:
             window.model = ""
-        if expected.indexes is not NO_INDEXES:
-            for name, tokens in expected.indexes.items():
-                window.indexes[name] = window.indexes.get(name, 0) + tokens
+        for name, tokens in expected.indexes.items():
+            window.indexes[name] = window.indexes.get(name, 0) + tokens
 
     def withdrawn(self, slot: int, expected: Expected, decided_at_s: Seconds) -> None:
         """A request that was decided then was not computed there."""

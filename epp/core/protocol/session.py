@@ -356,8 +356,7 @@ class Session:
     def closed(self, now: Seconds) -> None:
         """The stream is over, in whatever way; give back what it holds."""
         self._phase = Phase.ENDED
-        if self._pending is not None:
-            self._end_wait()
+        self._end_wait()
         self._let_go()
         if self._exchange.decision is None or self._completed:
             return
@@ -532,8 +531,7 @@ class Session:
         self._gateway.sends_response_headers = True
         self._learn_modes(event.modes)
         self._phase = Phase.RESPONDING
-        if self._pending is not None:
-            self._end_wait()
+        self._end_wait()
         self._let_go()
         exchange = self._exchange
         exchange.response_started_at_s = now
@@ -747,6 +745,8 @@ class Session:
         return []
 
     def _end_wait(self) -> None:
+        if self._pending is None:
+            return
         wait, self._wait, self._pending = self._wait, None, None
         self._held.clear()
         if wait is not None:

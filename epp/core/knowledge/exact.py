@@ -376,6 +376,7 @@ class ExactIndex:
         cut = mirror.cut
         adapters_before = len(mirror.adapters)
         before = mirror.rows
+        spare = 0
         for event in events:
             if isinstance(event, Removed):
                 mirror.remove(event, changes)
@@ -384,13 +385,17 @@ class ExactIndex:
                     self._names.adapters_named((event.adapter,))
                     faults.append(Fault.KEYS)
                     continue
-                # How much room there is depends on what came before.
-                rows = mirror.rows
-                self._rows += rows - before
-                before = rows
                 wanted = mirror.tail_blocks * len(event.hashes)
-                mirror.rows_max = len(mirror) + self._room(mirror, wanted)
-                fault = mirror.store(event, changes)
+                # Runs that waited for this one are stored with it.
+                floating = mirror.floating_runs
+                if wanted > spare or floating:
+                    rows = mirror.rows
+                    self._rows += rows - before
+                    before = rows
+                    spare = self._spare
+                room = spare if spare >= wanted else self._room(mirror, wanted)
+                spare = 0 if floating else spare - wanted
+                fault = mirror.store(event, changes, room)
                 if fault is not None:
                     faults.append(fault)
         self._rows += mirror.rows - before
@@ -933,7 +938,7 @@ class ExactIndex:
             self._places.append(None)
             self._slot_of.append(slot)
         self._slot_of[number] = slot
-        mirror = Mirror(self.block_tokens, rows_max=0)
+        mirror = Mirror(self.block_tokens)
         mirror.counting = known.counting
         place = known.place = self._places[number] = _Place(number, slot, rank, mirror)
         self._count_places()
@@ -993,20 +998,24 @@ class ExactIndex:
             self._places[place.number] = None
         return max(1, given)
 
+    @property
+    def _spare(self) -> int:
+        """Blocks that there is room for under the memory limit; below 0: that are too many."""
+        return (self._memory_max_bytes - self.bytes_estimated) // (2 * ROW_BYTES)
+
     def _above(self) -> int:
         """Blocks that are too many for the memory limit."""
         return -(-max(0, self.bytes_estimated - self._memory_max_bytes) // (2 * ROW_BYTES))
 
     def _room(self, mirror: Mirror, wanted: int) -> int:
         """How many of `wanted` blocks `mirror` may keep more."""
-        each = 2 * ROW_BYTES
-        free = (self._memory_max_bytes - self.bytes_estimated) // each
+        free = self._spare
         if free >= wanted:
             return wanted
-        fair = self._memory_max_bytes // each // max(1, self._ranks)
+        fair = self._memory_max_bytes // (2 * ROW_BYTES) // max(1, self._ranks)
         if len(mirror) + wanted <= fair:
             self._give_up(wanted - free)
-            free = (self._memory_max_bytes - self.bytes_estimated) // each
+            free = self._spare
         return max(0, min(free, wanted))
 
     def _give_up(self, blocks: int) -> None:

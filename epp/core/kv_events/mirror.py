@@ -23,7 +23,6 @@ look back to the start are ours; of another group it is kept which steps it hold
 how far a prompt can go that needs all groups at its end.
 """
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -32,7 +31,7 @@ import xxhash
 from msgspec import Struct
 
 from epp.core.kv_events.payload import DEVICE, Fault, Removed, Stored
-from epp.core.prompt.blocks import hash_blocks
+from epp.core.prompt.blocks import chained
 from epp.core.prompt.token_blocks import TOKEN_BYTES, step_tokens_of, token_seed, with_media
 
 FLOATING_RUNS_MAX: Final = 4_096
@@ -145,11 +144,10 @@ class _Group:
 class Mirror:
     """What one endpoint holds."""
 
-    def __init__(self, block_tokens: int, *, rows_max: int) -> None:
-        """`block_tokens`: of ours. `rows_max`: of `len`; what is more is not kept."""
+    def __init__(self, block_tokens: int) -> None:
+        """`block_tokens`: of ours."""
         self.block_tokens: Final = block_tokens
         self.step_tokens: Final = step_tokens_of(block_tokens)
-        self.rows_max = rows_max
         self.counts = MirrorCounts()
         self.engine_block_tokens = 0
         """The most that a block of the engine had."""
@@ -210,14 +208,17 @@ class Mirror:
 
     # Events.
 
-    def store(self, stored: Stored, changes: list[Changed]) -> Fault | None:
-        """Follow a run of blocks; what becomes held of ours goes to `changes`."""
+    def store(self, stored: Stored, changes: list[Changed], room: int) -> Fault | None:
+        """Follow a run of blocks; what becomes held of ours goes to `changes`.
+
+        `room`: by how much `len` may grow; what is more is not kept.
+        """
         if not stored.local:
             self.counts.skipped += len(stored.hashes)
             return None
         first = self._first_group
         if stored.kind not in LOOKS_BACK_TO_THE_START or first not in (None, stored.group):
-            return self._store_in_group(stored)
+            return self._store_in_group(stored, room)
         if first is None and stored.tier == DEVICE:
             self._first_group = stored.group
         if stored.sparse:
@@ -229,12 +230,12 @@ class Mirror:
                 return None
             tier = self.tiers[stored.tier] = _Tier()
         if not stored.tokens:
-            self._store_hashes(stored, tier, changes)
+            self._store_hashes(stored, tier, changes, room)
         else:
-            self._store_tokens(stored, tier, changes)
+            self._store_tokens(stored, tier, changes, room)
         return None
 
-    def _store_tokens(self, stored: Stored, tier: _Tier, changes: list[Changed]) -> None:
+    def _store_tokens(self, stored: Stored, tier: _Tier, changes: list[Changed], room: int) -> None:
         """Follow a run, and those that waited for it."""
         if stored.adapter and len(self.adapters) < ADAPTERS_MAX:
             self.adapters.add(stored.adapter)
@@ -245,10 +246,12 @@ class Mirror:
             if start is None:
                 self._float(run)
                 continue
-            keys = self._follow(run, start, tier)
+            before = len(self) if self._floating else 0
+            keys = self._follow(run, start, tier, room)
             if keys:
                 changes.append(Changed(True, run.tier, keys))
             if self._floating:
+                room -= len(self) - before
                 for block in run.hashes:
                     runs += [self._attached(waiting) for waiting in self._floating.pop(block, ())]
 
@@ -388,14 +391,14 @@ class Mirror:
                 return _Start(inner >> _STEP_BITS, inner & _STEPS_MASK, tail[_INNER_BYTES:])
         return None
 
-    def _follow(self, stored: Stored, start: _Start, tier: _Tier) -> list[int]:
+    def _follow(self, stored: Stored, start: _Start, tier: _Tier, room: int) -> list[int]:
         """Note each block of the run, which begins at `start`; return the keys that are new."""
         size = stored.block_tokens
-        self.engine_block_tokens = max(self.engine_block_tokens, size)
+        if size > self.engine_block_tokens:
+            self.engine_block_tokens = size
         steps, odd = divmod(size, self.step_tokens)
         even = not (odd or start.rest or stored.extras)
         new: list[int] = []
-        room = self.rows_max - len(self)
         if even and self._steps_per_block % steps == 0 and start.steps % steps == 0:
             self._follow_even(stored, start, tier, steps, room, new)
         else:
@@ -408,13 +411,11 @@ class Mirror:
         """Some blocks of the engine make one of ours."""
         step_bytes = self.step_tokens * TOKEN_BYTES
         tokens = stored.tokens
-        chain = hash_blocks(
-            tokens, seed=start.key, block_bytes=step_bytes, blocks_max=len(tokens) // step_bytes
-        )
+        chain = chained(tokens, start.key, step_bytes)
         ends, inner, named = tier.ends, tier.inner, bool(self.groups)
         at, per_block = start.steps, self._steps_per_block
         kept = 0
-        hashes = array("Q", chain)[steps - 1 :: steps].tolist()
+        hashes = chain[steps - 1 :: steps] if steps > 1 else chain
         for block, key in zip(stored.hashes, hashes, strict=True):
             at += steps
             if at == per_block:
@@ -485,10 +486,9 @@ class Mirror:
                 tier.more[block] = tuple(ended)
         self.counts.stored += kept
 
-    def _store_hashes(self, stored: Stored, tier: _Tier, changes: list[Changed]) -> None:
+    def _store_hashes(self, stored: Stored, tier: _Tier, changes: list[Changed], room: int) -> None:
         """Blocks without tokens: those that another tier has told are known by it."""
         keys: list[int] = []
-        room = self.rows_max - len(self)
         for block in stored.hashes:
             if block in tier.ends or block in tier.inner or block in tier.tails:
                 self._once_more(block, tier)
@@ -608,7 +608,7 @@ class Mirror:
 
     # Groups.
 
-    def _store_in_group(self, stored: Stored) -> Fault | None:
+    def _store_in_group(self, stored: Stored, room: int) -> Fault | None:
         group = self.groups.get(stored.group)
         if group is None:
             if len(self.groups) >= GROUPS_MAX:
@@ -618,7 +618,6 @@ class Mirror:
             group = self.groups[stored.group] = _Group(stored.kind, stored.window)
         if stored.tier != DEVICE:
             return None
-        room = self.rows_max - len(self)
         for block in stored.hashes:
             copies = group.held.get(block, 0)
             if not copies:
@@ -669,9 +668,7 @@ def _chain(
     steps = len(tokens) // step_bytes
     keys = [seed]
     if not begins:
-        if steps:
-            chain = hash_blocks(tokens, seed=seed, block_bytes=step_bytes, blocks_max=steps)
-            keys += array("Q", chain)
+        keys += chained(tokens, seed, step_bytes)
         return keys
     for step in range(steps):
         seed = with_media(seed, (each for _, each in begins.get(step, ())))

@@ -503,6 +503,19 @@ def test_an_engine_whose_stores_and_removals_do_not_balance_is_not_counted_any_m
     assert index.statistics.unbalanced == 1
 
 
+def test_runs_that_wait_for_a_parent_are_held_with_it():
+    """One behind the other, and the index knows all that the engine holds as before."""
+    index = opened()
+    index.hear(0, [run(TOKENS[256:384], first=104, parent=103)], 0.0)
+    index.hear(0, [run(TOKENS[128:256], first=102, parent=101)], 0.0)
+    assert held(index, asked(TOKENS[:400])) == [0, 0, 0]
+    index.hear(0, [run(TOKENS[:128]), run(TOKENS[640:704], first=200)], 0.0)
+    known = index.match(asked(TOKENS[:400]), SLOTS, 0.0)
+    assert known.matched.tolist() == [6, 0, 0]
+    assert known.columns[EXACT].tolist() == [1.0, 1.0, 1.0]
+    assert index.bytes_estimated == 2 * 7 * ROW_BYTES
+
+
 def test_above_its_memory_whoever_holds_most_gives_up_its_tails():
     """And says that it does not know all; who comes later gets its share."""
     index = opened(16, memory_max_bytes=2 * ROW_BYTES * 48)

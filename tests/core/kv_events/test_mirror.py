@@ -34,7 +34,8 @@ class Followed:
     """A mirror, and the keys that it says are held, by tier."""
 
     def __init__(self, block_tokens=64, rows_max=10_000):
-        self.mirror = Mirror(block_tokens, rows_max=rows_max)
+        self.mirror = Mirror(block_tokens)
+        self.rows_max = rows_max
         self.held = {}
         self.faults = []
 
@@ -44,7 +45,7 @@ class Followed:
             if isinstance(event, Removed):
                 self.mirror.remove(event, changes)
             else:
-                fault = self.mirror.store(event, changes)
+                fault = self.mirror.store(event, changes, self.rows_max - len(self.mirror))
                 self.faults += [fault] * (fault is not None)
         for changed in changes:
             held = self.held.setdefault(changed.tier, set())
@@ -518,8 +519,8 @@ def test_whatever_pages_an_engine_tells_no_more_rows_are_kept_than_there_is_room
         tokens = [dice.getrandbits(17) for _ in range(length * size)]
         followed.take(run(tokens, size, first=first, parent=parent))
         known.append(first + length // 2)
-        assert len(mirror) <= mirror.rows_max
-        assert mirror.rows <= 2 * mirror.rows_max
+        assert len(mirror) <= followed.rows_max
+        assert mirror.rows <= 2 * followed.rows_max
     assert mirror.cut
     blocks = [*range(100_000)]
     dice.shuffle(blocks)

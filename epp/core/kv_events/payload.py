@@ -10,7 +10,6 @@ one whose loss may leave a block that is gone believed to be held says so.
 """
 
 import re
-import struct
 import sys
 from array import array
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from enum import StrEnum
 from typing import Any, Final, TypeAlias
 
 import msgspec
+import numpy as np
 from msgspec import Raw, Struct
 from msgspec.msgpack import Decoder
 
@@ -119,6 +119,8 @@ class Batch(Struct, frozen=True, kw_only=True):
     """What one payload tells, in its order."""
 
     events: tuple[Event, ...] = ()
+    blocks: int = 0
+    """Of all events."""
     faults: tuple[Fault, ...] = ()
     at_s: float = 0.0
     """By the engine's clock, since 1970."""
@@ -181,18 +183,31 @@ class _ClearedMap(Struct, tag_field="type", tag="AllBlocksCleared", gc=False):
     pass
 
 
+_Array: TypeAlias = _StoredArray | _RemovedArray | _ClearedArray
+_Map: TypeAlias = _StoredMap | _RemovedMap | _ClearedMap
+
+
 class _Envelope(Struct, array_like=True, gc=False):
     ts: float
     events: Raw
     rank: int | None = None
 
 
-_Array: TypeAlias = _StoredArray | _RemovedArray | _ClearedArray
-_Map: TypeAlias = _StoredMap | _RemovedMap | _ClearedMap
+class _Arrays(Struct, array_like=True, gc=False):
+    ts: float
+    events: list[_Array]
+    rank: int | None = None
+
+
+class _Maps(Struct, array_like=True, gc=False):
+    ts: float
+    events: list[_Map]
+    rank: int | None = None
+
 
 _decode_envelope: Final = Decoder(_Envelope).decode
-_decode_arrays: Final = Decoder(list[_Array]).decode
-_decode_maps: Final = Decoder(list[_Map]).decode
+_decode_arrays: Final = Decoder(_Arrays).decode
+_decode_maps: Final = Decoder(_Maps).decode
 _decode_array: Final = Decoder(_Array).decode
 _decode_map: Final = Decoder(_Map).decode
 _decode_list: Final = Decoder(list[Raw]).decode
@@ -218,17 +233,19 @@ _FIXMAP: Final = range(0x80, 0x90)
 _MAPS: Final = (0xDE, 0xDF)
 _ARRAY16: Final = 0xDC
 _ARRAY32: Final = 0xDD
+_NUMBER_BYTES: Final = {
+    0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9,
+}  # fmt: skip
+"""Of a number with this first byte; of another it is one."""
 
 # An engine that is full removes a block for each that it stores, one an event, and vLLM writes them before
 # all else: of these the hashes are cut out, in a tenth of the time that reading them takes.
 _BEFORE_HASH: Final = b"\x84\xa4type\xacBlockRemoved\xacblock_hashes\x91\xcf"
 _AFTER_HASH: Final = b"\xa6medium\xa3GPU\xa9group_idx\x00"
+_USUAL_REMOVAL_BYTES: Final = len(_BEFORE_HASH) + 8 + len(_AFTER_HASH)
 _usual_removals: Final = re.compile(
     b"(?s:(?:" + re.escape(_BEFORE_HASH) + b".{8}" + re.escape(_AFTER_HASH) + b")+)"
 ).match
-_hash_of_usual_removal: Final = struct.Struct(
-    f">{len(_BEFORE_HASH)}xQ{len(_AFTER_HASH)}x"
-).iter_unpack
 _USUAL_REMOVAL: Final = _RemovedMap([], medium="GPU", group_idx=0)
 _ARRAY32_HEAD: Final = bytes([_ARRAY32])
 _ARRAY_OF_3: Final = b"\x93"
@@ -250,11 +267,11 @@ def read_payload(payload: bytes) -> Batch:
     if len(payload) > PAYLOAD_BYTES_MAX:
         return Batch(faults=(Fault.TOO_LARGE,))
     try:
-        envelope = _decode_envelope(payload)
-        raw = memoryview(envelope.events)
-        start, count = _first_of(raw)
-        first = raw[start if count else 0]
-    except (*_UNREADABLE, IndexError):
+        at, _ = _first_of(payload, 0)
+        at += _NUMBER_BYTES.get(payload[at], 1)
+        start, count = _first_of(payload, at)
+        first = payload[start if count else at]
+    except (ValueError, IndexError):
         return Batch(faults=(Fault.NOT_A_BATCH,))
     if count > EVENTS_MAX:
         return Batch(faults=(Fault.TOO_MANY,))
@@ -263,20 +280,27 @@ def read_payload(payload: bytes) -> Batch:
     events: list[Event] = []
     run: _Removed | None = None
     removed: list[int] = []
-    rest: memoryview | bytes = raw
-    usual = _usual_removals(raw, start) if maps else None
+    rest = payload
+    usual = _usual_removals(payload, start) if maps else None
     if usual is not None:
         end = usual.end()
-        removed = [block for (block,) in _hash_of_usual_removal(raw[start:end])]
+        removed = _hashes_of_usual_removals(payload, start, end)
         events.append(Removed(removed))
         run = _USUAL_REMOVAL
-        rest = _ARRAY32_HEAD + (count - len(removed)).to_bytes(4, "big") + raw[end:]
+        left = (count - len(removed)).to_bytes(4, "big")
+        rest = b"".join((payload[:at], _ARRAY32_HEAD, left, payload[end:]))
+    envelope: _Maps | _Arrays | _Envelope
     # What it is made of is asked at each, by its class.
-    read: list[Any] = []
+    read: list[Any]
     try:
-        read += _decode_maps(rest) if maps else _decode_arrays(rest)
+        envelope = _decode_maps(rest) if maps else _decode_arrays(rest)
+        read = [*envelope.events]
     except _UNREADABLE:
-        read = _one_by_one(rest, faults)
+        try:
+            envelope = _decode_envelope(rest)
+        except _UNREADABLE:
+            return Batch(faults=(Fault.NOT_A_BATCH,))
+        read = _one_by_one(envelope.events, faults)
     blocks = 0
     for each in read:
         if run is not None and _goes_on(run, each):
@@ -303,10 +327,23 @@ def read_payload(payload: bytes) -> Batch:
     rank = envelope.rank
     return Batch(
         events=tuple(events),
+        blocks=blocks,
         faults=tuple(faults),
         at_s=envelope.ts,
         rank=rank if rank is not None and 0 <= rank <= 0xFFFF else 0,
     )
+
+
+def _hashes_of_usual_removals(payload: bytes, start: int, end: int) -> list[int]:
+    """Of those that lie between `start` and `end`."""
+    hashes: list[int] = np.ndarray(
+        (end - start) // _USUAL_REMOVAL_BYTES,
+        dtype=">u8",
+        buffer=payload,
+        offset=start + len(_BEFORE_HASH),
+        strides=_USUAL_REMOVAL_BYTES,
+    ).tolist()
+    return hashes
 
 
 def _goes_on(run: _Removed, other: Any) -> bool:
@@ -325,21 +362,22 @@ def _plain(read: Any) -> bool:
     return read.locality is None and read.remaining_copy_counts is None
 
 
-def _first_of(events: memoryview) -> tuple[int, int]:
-    """Where the first event begins, and how many there are. Raises `ValueError`."""
-    head = events[0]
+def _first_of(payload: bytes, at: int) -> tuple[int, int]:
+    """Where the first item of the list at `at` begins, and how many there are.
+
+    `ValueError`: there is no list. `IndexError`: there is nothing.
+    """
+    head = payload[at]
     if head & 0xF0 == 0x90:
-        start, count = 1, head & 0x0F
-    elif head == _ARRAY16:
-        start, count = 3, int.from_bytes(events[1:3], "big")
-    elif head == _ARRAY32:
-        start, count = 5, int.from_bytes(events[1:5], "big")
-    else:
-        raise ValueError("events are no list")
-    return start, count
+        return at + 1, head & 0x0F
+    if head == _ARRAY16:
+        return at + 3, int.from_bytes(payload[at + 1 : at + 3], "big")
+    if head == _ARRAY32:
+        return at + 5, int.from_bytes(payload[at + 1 : at + 5], "big")
+    raise ValueError("it is no list")
 
 
-def _one_by_one(raw: memoryview | bytes, faults: list[Fault]) -> list[Any]:
+def _one_by_one(raw: Raw, faults: list[Fault]) -> list[Any]:
     """The events of a payload that cannot be read as a whole; those that cannot be are `faults`."""
     read: list[Any] = []
     try:

@@ -289,14 +289,14 @@ class Mirror:
 
     def _remove_usual(self, removed: Removed, tier: _Tier, gone: list[int]) -> None:
         """As `remove`, where a block is in one table and nowhere else."""
-        ends, inner, tails = tier.ends, tier.inner, tier.tails
+        drop_end, drop_inner, tails = tier.ends.pop, tier.inner.pop, tier.tails
         known = 0
         for block in removed.hashes:
-            key = ends.pop(block, None)
+            key = drop_end(block, None)
             if key is not None:
                 gone.append(key)
                 known += 1
-            elif inner.pop(block, None) is not None or tails.pop(block, None) is not None:
+            elif drop_inner(block, None) is not None or tails.pop(block, None) is not None:
                 known += 1
             elif block in self._floating_at:
                 self._cut_floating(block)
@@ -394,48 +394,39 @@ class Mirror:
     def _follow(self, stored: Stored, start: _Start, tier: _Tier, room: int) -> list[int]:
         """Note each block of the run, which begins at `start`; return the keys that are new."""
         size = stored.block_tokens
-        if size > self.engine_block_tokens:
-            self.engine_block_tokens = size
+        self.engine_block_tokens = max(self.engine_block_tokens, size)
         steps, odd = divmod(size, self.step_tokens)
-        even = not (odd or start.rest or stored.extras)
+        even = not (odd or start.rest or stored.extras) and len(stored.hashes) <= room
         new: list[int] = []
         if even and self._steps_per_block % steps == 0 and start.steps % steps == 0:
-            self._follow_even(stored, start, tier, steps, room, new)
+            self._follow_even(stored, start, tier, steps, new)
         else:
             self._follow_odd(stored, start, tier, room, new)
         return new
 
     def _follow_even(
-        self, stored: Stored, start: _Start, tier: _Tier, steps: int, room: int, new: list[int]
+        self, stored: Stored, start: _Start, tier: _Tier, steps: int, new: list[int]
     ) -> None:
-        """Some blocks of the engine make one of ours."""
-        step_bytes = self.step_tokens * TOKEN_BYTES
-        tokens = stored.tokens
-        chain = chained(tokens, start.key, step_bytes)
-        ends, inner, named = tier.ends, tier.inner, bool(self.groups)
-        at, per_block = start.steps, self._steps_per_block
-        kept = 0
+        """Some blocks of the engine make one of ours, and there is room for all."""
+        chain = chained(stored.tokens, start.key, self.step_tokens * TOKEN_BYTES)
         hashes = chain[steps - 1 :: steps] if steps > 1 else chain
+        ends, inner = tier.ends, tier.inner
+        before = len(ends) + len(inner)
+        at, per_block = start.steps, self._steps_per_block
         for block, key in zip(stored.hashes, hashes, strict=True):
             at += steps
-            if at == per_block:
-                at = 0
             if block in ends or block in inner:
                 self._once_more(block, tier)
-                continue
-            if kept >= room:
-                self.cut = True
-                self.counts.skipped += 1
-                continue
-            kept += 1
-            if at:
+                at %= per_block
+            elif at < per_block:
                 inner[block] = key << _STEP_BITS | at
             else:
+                at = 0
                 ends[block] = key
                 new.append(key)
-            if named:
-                self._named[key] = block
-        self.counts.stored += kept
+        if self.groups:
+            self._named.update(zip(hashes, stored.hashes, strict=True))
+        self.counts.stored += len(ends) + len(inner) - before
 
     def _follow_odd(
         self, stored: Stored, start: _Start, tier: _Tier, room: int, new: list[int]

@@ -68,7 +68,9 @@ REPLAY_S_MAX: Final[Seconds] = 120.0
 WATCH_S: Final[Seconds] = 0.25
 TURN_S: Final[Seconds] = 0.002
 PAUSE_S: Final[Seconds] = 0.004
-"""Between two turns while there is more to do."""
+"""Before a turn: what comes meanwhile is taken note of together, which costs less."""
+AT_ONCE_MAX: Final = 16
+"""Endpoints of which a frame is read before note is taken of any."""
 WAITING_BYTES_MAX: Final = 8 * 1024 * 1024
 """Of one endpoint, that are not taken note of yet: above it is not read from."""
 
@@ -694,26 +696,39 @@ class KVEventListener:
         if source.lines is not None and subscription.waiting_bytes > WAITING_BYTES_MAX:
             source.lines.read(on=False)
         if self._turn is None:
-            self._turn = asyncio.get_running_loop().call_soon(self._work)
+            self._turn = asyncio.get_running_loop().call_later(PAUSE_S, self._work)
 
     def _work(self) -> None:
-        """Take note of what came, for `TURN_S`, of one endpoint after the other."""
+        """Take note of what came, for `TURN_S`, of some endpoints at a time."""
         self._turn = None
         until_s = self._clock() + TURN_S
         while self._busy and self._clock() < until_s:
-            source, _ = self._busy.popitem(last=False)
-            subscription = source.subscription
-            if subscription is None:
-                continue
-            asked = subscription.work(self._clock(), blocks_max=256)
-            if subscription.works:
-                self._busy[source] = None
-            if source.lines is not None and subscription.waiting_bytes <= WAITING_BYTES_MAX // 2:
-                source.lines.read(on=True)
-            if asked:
-                self._ask(source, asked)
+            some: list[_Source] = []
+            while self._busy and len(some) < AT_ONCE_MAX and self._clock() < until_s:
+                source, _ = self._busy.popitem(last=False)
+                if source.subscription is not None:
+                    source.subscription.read()
+                    some.append(source)
+            for source in some:
+                if self._clock() < until_s:
+                    self._note(source)
+                else:
+                    self._busy[source] = None
         if self._busy and self._turn is None:
             self._turn = asyncio.get_running_loop().call_later(PAUSE_S, self._work)
+
+    def _note(self, source: _Source) -> None:
+        """Take note of what came from one endpoint, of a part if it is much."""
+        subscription = source.subscription
+        if subscription is None:
+            return
+        asked = subscription.work(self._clock(), blocks_max=256)
+        if subscription.works:
+            self._busy[source] = None
+        if source.lines is not None and subscription.waiting_bytes <= WAITING_BYTES_MAX // 2:
+            source.lines.read(on=True)
+        if asked:
+            self._ask(source, asked)
 
     async def _replay(self, source: _Source, place: Place, first: int) -> None:
         """Ask for what was missed; what comes is gathered first, so that nothing waits for us."""

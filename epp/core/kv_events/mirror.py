@@ -51,10 +51,10 @@ _LOOKS_BACK_A_WINDOW: Final = frozenset({"sliding_window", "sliding_window_mla"}
 _LOOKS_BACK_ONE: Final = frozenset({"mamba"})
 
 _STEP_BITS: Final = 12
-"""Of the value of an inner end: steps behind the last key."""
+"""Of the end of a block: steps behind the last of our keys."""
 _STEPS_MASK: Final = (1 << _STEP_BITS) - 1
-_INNER_BYTES: Final = 10
-"""Of such a value before the tokens of a tail."""
+_END_BYTES: Final = 10
+"""Of an end before the tokens of a tail."""
 _TAIL_TOKENS_MAX: Final = 48
 """In a step, for a tail to take about as much memory as a block with its key."""
 
@@ -102,13 +102,12 @@ class _Floating(Struct, gc=False):
 class _Tier:
     """The blocks of one tier, by the engine's hashes."""
 
-    __slots__ = ("copies", "ends", "inner", "more", "tails")
+    __slots__ = ("blocks", "copies", "more", "tails")
 
     def __init__(self) -> None:
-        self.ends: dict[int, int] = {}
-        """Of a block with which one of ours ends -> its key."""
-        self.inner: dict[int, int] = {}
-        """Of another -> the hash of the last step, shifted, and the number of steps."""
+        self.blocks: dict[int, int] = {}
+        """Of a block -> its end: the hash of its last step, shifted, and the number of steps behind the
+        last of our keys; 0: it is that key."""
         self.tails: dict[int, bytes] = {}
         """Of one that ends inside a step -> the same in bytes, and the tokens behind that step."""
         self.more: dict[int, tuple[int, ...]] = {}
@@ -117,7 +116,7 @@ class _Tier:
         """Of a block that is there more than once -> how often."""
 
     def __len__(self) -> int:
-        return len(self.ends) + len(self.inner) + len(self.tails)
+        return len(self.blocks) + len(self.tails)
 
 
 class _Group:
@@ -184,11 +183,11 @@ class Mirror:
 
     def _taken(self, by_tail: int) -> int:
         device = self.tiers[DEVICE]
-        taken = len(device.ends) + len(device.inner) + by_tail * len(device.tails)
+        taken = len(device.blocks) + by_tail * len(device.tails)
         if len(self.tiers) > 1 or self.groups:
             for name, tier in self.tiers.items():
                 if name != DEVICE:
-                    taken += len(tier.ends) + len(tier.inner) + by_tail * len(tier.tails)
+                    taken += len(tier.blocks) + by_tail * len(tier.tails)
             taken += sum(len(group.held) for group in self.groups.values())
         return taken
 
@@ -289,14 +288,15 @@ class Mirror:
 
     def _remove_usual(self, removed: Removed, tier: _Tier, gone: list[int]) -> None:
         """As `remove`, where a block is in one table and nowhere else."""
-        drop_end, drop_inner, tails = tier.ends.pop, tier.inner.pop, tier.tails
+        blocks, tails = tier.blocks, tier.tails
         known = 0
         for block in removed.hashes:
-            key = drop_end(block, None)
-            if key is not None:
-                gone.append(key)
+            end = blocks.pop(block, None)
+            if end is not None:
                 known += 1
-            elif drop_inner(block, None) is not None or tails.pop(block, None) is not None:
+                if not end & _STEPS_MASK:
+                    gone.append(end >> _STEP_BITS)
+            elif tails.pop(block, None) is not None:
                 known += 1
             elif block in self._floating_at:
                 self._cut_floating(block)
@@ -309,10 +309,10 @@ class Mirror:
         for changed in changes:
             tier = self.tiers.setdefault(changed.tier, _Tier())
             if changed.held:
-                tier.ends.update(zip(changed.keys, changed.keys, strict=True))
+                tier.blocks.update((key, key << _STEP_BITS) for key in changed.keys)
             else:
                 for key in changed.keys:
-                    tier.ends.pop(key, None)
+                    tier.blocks.pop(key, None)
 
     def give_up(self, blocks: int, changes: list[Changed]) -> int:
         """Forget `blocks` of `len`, those that were stored last, tails first; return how many."""
@@ -328,14 +328,8 @@ class Mirror:
                 changes.append(Changed(False, name, gone))
         for name, tier in reversed(self.tiers.items()):
             gone = []
-            while given < blocks and tier.inner:
-                block, inner = tier.inner.popitem()
-                self._dropped(block, inner >> _STEP_BITS, tier, gone)
-                given += 1
-            while given < blocks and tier.ends:
-                block, key = tier.ends.popitem()
-                gone.append(key)
-                self._dropped(block, key, tier, gone)
+            while given < blocks and tier.blocks:
+                self._ended(*tier.blocks.popitem(), tier, gone)
                 given += 1
             if gone:
                 changes.append(Changed(False, name, gone))
@@ -379,16 +373,13 @@ class Mirror:
             salt = stored.extras[0].salt if stored.extras else ""
             return _Start(token_seed(stored.adapter, salt), 0)
         for tier in self.tiers.values():
-            key = tier.ends.get(parent)
-            if key is not None:
-                return _Start(key, 0)
-            inner = tier.inner.get(parent)
-            if inner is not None:
-                return _Start(inner >> _STEP_BITS, inner & _STEPS_MASK)
+            end = tier.blocks.get(parent)
+            if end is not None:
+                return _Start(end >> _STEP_BITS, end & _STEPS_MASK)
             tail = tier.tails.get(parent)
             if tail is not None:
-                inner = int.from_bytes(tail[:_INNER_BYTES], "little")
-                return _Start(inner >> _STEP_BITS, inner & _STEPS_MASK, tail[_INNER_BYTES:])
+                end = int.from_bytes(tail[:_END_BYTES], "little")
+                return _Start(end >> _STEP_BITS, end & _STEPS_MASK, tail[_END_BYTES:])
         return None
 
     def _follow(self, stored: Stored, start: _Start, tier: _Tier, room: int) -> list[int]:
@@ -410,23 +401,20 @@ class Mirror:
         """Some blocks of the engine make one of ours, and there is room for all."""
         chain = chained(stored.tokens, start.key, self.step_tokens * TOKEN_BYTES)
         hashes = chain[steps - 1 :: steps] if steps > 1 else chain
-        ends, inner = tier.ends, tier.inner
-        before = len(ends) + len(inner)
+        blocks = tier.blocks
+        before = len(blocks)
         at, per_block = start.steps, self._steps_per_block
         for block, key in zip(stored.hashes, hashes, strict=True):
-            at += steps
-            if block in ends or block in inner:
+            at = (at + steps) % per_block
+            if block in blocks:
                 self._once_more(block, tier)
-                at %= per_block
-            elif at < per_block:
-                inner[block] = key << _STEP_BITS | at
-            else:
-                at = 0
-                ends[block] = key
+                continue
+            blocks[block] = key << _STEP_BITS | at
+            if not at:
                 new.append(key)
         if self.groups:
             self._named.update(zip(hashes, stored.hashes, strict=True))
-        self.counts.stored += len(ends) + len(inner) - before
+        self.counts.stored += len(blocks) - before
 
     def _follow_odd(
         self, stored: Stored, start: _Start, tier: _Tier, room: int, new: list[int]
@@ -438,13 +426,13 @@ class Mirror:
         tokens = start.rest + stored.tokens
         begins = _begins(stored, end, step_bytes) if stored.extras else {}
         keys = _chain(tokens, start.key, step_bytes, begins)
-        ends, inner, tails = tier.ends, tier.inner, tier.tails
+        blocks, tails = tier.blocks, tier.tails
         done, kept, per_block = 0, 0, self._steps_per_block
         for number, block in enumerate(stored.hashes):
             end += block_bytes
             steps, rest = divmod(end, step_bytes)
             first, done = done + 1, steps
-            if block in ends or block in inner or block in tails:
+            if block in blocks or block in tails:
                 self._once_more(block, tier)
                 continue
             taken = self.tail_blocks if rest else 1
@@ -464,13 +452,13 @@ class Mirror:
                     key = with_media(
                         key, (each for where, each in begins[steps] if where <= number)
                     )
-                head = (key << _STEP_BITS | at).to_bytes(_INNER_BYTES, "little")
+                head = (key << _STEP_BITS | at).to_bytes(_END_BYTES, "little")
                 tails[block] = head + tokens[end - rest : end]
             else:
-                if at:
-                    inner[block] = key << _STEP_BITS | at
-                else:
-                    ends[block] = ended.pop()
+                blocks[block] = key << _STEP_BITS | at
+                if not at:
+                    # It is told by the end.
+                    ended.pop()
                 if self.groups:
                     self._named[key] = block
             if ended:
@@ -481,14 +469,13 @@ class Mirror:
         """Blocks without tokens: those that another tier has told are known by it."""
         keys: list[int] = []
         for block in stored.hashes:
-            if block in tier.ends or block in tier.inner or block in tier.tails:
+            if block in tier.blocks or block in tier.tails:
                 self._once_more(block, tier)
                 continue
             for other in self.tiers.values():
-                key, inner = other.ends.get(block), other.inner.get(block)
-                tail = other.tails.get(block)
+                end, tail = other.blocks.get(block), other.tails.get(block)
                 taken = 1 if tail is None else self.tail_blocks
-                if room >= taken and (key is not None or inner is not None or tail is not None):
+                if room >= taken and (end is not None or tail is not None):
                     break
             else:
                 self.counts.skipped += 1
@@ -499,11 +486,10 @@ class Mirror:
             if more:
                 tier.more[block] = more
                 keys += more
-            if key is not None:
-                tier.ends[block] = key
-                keys.append(key)
-            elif inner is not None:
-                tier.inner[block] = inner
+            if end is not None:
+                tier.blocks[block] = end
+                if not end & _STEPS_MASK:
+                    keys.append(end >> _STEP_BITS)
             elif tail is not None:
                 tier.tails[block] = tail
         if keys:
@@ -522,17 +508,21 @@ class Mirror:
 
     def _drop(self, block: int, tier: _Tier, gone: list[int]) -> bool:
         """`block` is held no more; False: it was not known."""
-        step = tier.ends.pop(block, None)
-        if step is not None:
-            gone.append(step)
-        else:
-            inner = tier.inner.pop(block, None)
-            if inner is not None:
-                step = inner >> _STEP_BITS
-            elif tier.tails.pop(block, None) is None:
-                return False
-        self._dropped(block, step, tier, gone)
+        end = tier.blocks.pop(block, None)
+        if end is not None:
+            self._ended(block, end, tier, gone)
+            return True
+        if tier.tails.pop(block, None) is None:
+            return False
+        self._dropped(block, None, tier, gone)
         return True
+
+    def _ended(self, block: int, end: int, tier: _Tier, gone: list[int]) -> None:
+        """`block`, which is no tail, is held no more."""
+        step = end >> _STEP_BITS
+        if not end & _STEPS_MASK:
+            gone.append(step)
+        self._dropped(block, step, tier, gone)
 
     def _dropped(self, block: int, step: int | None, tier: _Tier, gone: list[int]) -> None:
         """What is kept beside the row of `block`, which ended with `step`, goes with it."""
@@ -635,8 +625,7 @@ class Mirror:
     def _name_all(self) -> None:
         """From now on it matters which block of the engine ends where."""
         for tier in self.tiers.values():
-            self._named.update((key, block) for block, key in tier.ends.items())
-            self._named.update((key >> _STEP_BITS, block) for block, key in tier.inner.items())
+            self._named.update((end >> _STEP_BITS, block) for block, end in tier.blocks.items())
 
 
 def _begins(stored: Stored, behind: int, step_bytes: int) -> dict[int, list[tuple[int, str]]]:

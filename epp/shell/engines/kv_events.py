@@ -69,7 +69,7 @@ WATCH_S: Final[Seconds] = 0.25
 TURN_S: Final[Seconds] = 0.002
 PAUSE_S: Final[Seconds] = 0.004
 """Before a turn: what comes meanwhile is taken note of together, which costs less."""
-AT_ONCE_MAX: Final = 16
+AT_ONCE_MAX: Final = 32
 """Endpoints of which a frame is read before note is taken of any."""
 WAITING_BYTES_MAX: Final = 8 * 1024 * 1024
 """Of one endpoint, that are not taken note of yet: above it is not read from."""

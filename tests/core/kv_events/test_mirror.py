@@ -449,7 +449,7 @@ def test_giving_up_looks_at_what_is_given_up_and_at_nothing_else(size, monkeypat
     followed = Followed().take(run(TOKENS, size))
     mirror = followed.mirror
     tier = mirror.tiers["gpu"]
-    for name in ("ends", "inner", "tails"):
+    for name in ("blocks", "tails"):
         setattr(tier, name, Counted(getattr(tier, name)))
     monkeypatch.setattr(Counted, "looked", 0)
     before = len(mirror)

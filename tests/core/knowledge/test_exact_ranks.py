@@ -321,11 +321,14 @@ DECISIONS = st.lists(
 @settings(max_examples=200, deadline=None)
 @given(DECISIONS)
 def test_what_was_decided_for_ranks_is_believed_as_of_endpoints(steps):
-    """Of two prompts with a common head; the endpoint is believed to hold no less than the best of them."""
+    """Of two prompts with a common head; the endpoint is believed to hold no less than the best of them.
+
+    None told all: what is awaited of an engine that did is awaited of all its ranks together.
+    """
     ranks, apart = opened(live=()), opened(live=())
     for rank in range(4):
-        ranks.set_stream(0, LIVE, complete=True, rank=rank)
-        apart.set_stream(rank, LIVE, complete=True)
+        ranks.set_stream(0, LIVE, complete=False, rank=rank)
+        apart.set_stream(rank, LIVE, complete=False)
     undone, now = [], 0.0
     for number, (what, which, blocks) in enumerate(steps):
         if what == "record":
@@ -350,8 +353,8 @@ def test_what_was_decided_for_ranks_is_believed_as_of_endpoints(steps):
             for slot in range(4):
                 apart.forget(slot)
             for rank in range(4):
-                ranks.set_stream(0, LIVE, complete=True, rank=rank)
-                apart.set_stream(rank, LIVE, complete=True)
+                ranks.set_stream(0, LIVE, complete=False, rank=rank)
+                apart.set_stream(rank, LIVE, complete=False)
         else:
             now += which / 4
         for whole in WHOLE:

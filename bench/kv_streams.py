@@ -10,6 +10,7 @@ they had said by then, and how much that was of what was due stands beside it.
 """
 
 import asyncio
+import gc
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,11 @@ from epp.core.kv_events.stream import StreamState
 from epp.core.types import Endpoint
 from epp.shell.engines.kv_events import KVEventListener
 from epp.shell.process.event_loop import loop_factory
+from epp.shell.process.garbage import (
+    GARBAGE_THRESHOLDS,
+    GarbageCollection,
+    spare_what_is_there,
+)
 
 MEASURED_S: Final = 10.0
 QUIET_S: Final = 4.0
@@ -203,7 +209,9 @@ async def _hear(
     port: int, engines: Connection, sent_messages: "Synchronized[int]"
 ) -> list[tuple[str, str]]:
     listener, pool = _listener(port)
-    running = asyncio.create_task(listener.run())
+    gc.set_threshold(*GARBAGE_THRESHOLDS)
+    spare_what_is_there()
+    running = asyncio.gather(listener.run(), GarbageCollection().run())
 
     def blocks() -> int:
         return sum(heard.blocks_heard for _, heard in listener.subscriptions())

@@ -166,8 +166,7 @@ class Subscription:
         """
         waiting = self._waiting
         if waiting and isinstance(first := waiting[0], Apply):
-            self.waiting_bytes -= len(first.payload)
-            waiting[0] = self._read_payload(first.payload)
+            waiting[0] = self._read_waiting(first)
 
     def work(self, now: Seconds, *, blocks_max: int = BLOCKS_PER_WORK) -> list[Asked]:
         """Take note of what waits, of about `blocks_max` blocks."""
@@ -175,8 +174,9 @@ class Subscription:
         left = blocks_max
         asked: list[Asked] = []
         while waiting and left > 0:
-            self.read()
             first = waiting.popleft()
+            if isinstance(first, Apply):
+                first = self._read_waiting(first)
             if isinstance(first, Batch):
                 events, work = self._open(first, left, now)
                 # A frame without events is work too.
@@ -220,6 +220,10 @@ class Subscription:
     def _clear(self) -> None:
         self._waiting.clear()
         self.waiting_bytes = 0
+
+    def _read_waiting(self, frame: Apply) -> Batch | BlocksChanged:
+        self.waiting_bytes -= len(frame.payload)
+        return self._read_payload(frame.payload)
 
     def _note(self, told: Forget | BlocksChanged, now: Seconds) -> None:
         if isinstance(told, Forget):

@@ -366,10 +366,11 @@ class ExactIndex:
         known, told_rank = self._slot(slot), self._rank(slot, rank)
         changes: list[Changed] = []
         faults: list[Fault] = []
-        cleared = [at for at, event in enumerate(events) if type(event) is Cleared]
+        cleared = Cleared in map(type, events)
         if cleared:
             # What came before it is as if it had not been; all is gone, in all tiers and groups.
-            events = events[cleared[-1] + 1 :]
+            last = max(at for at, event in enumerate(events) if type(event) is Cleared)
+            events = events[last + 1 :]
             self.clear(slot, rank=rank)
         place = told_rank.place or self._new_place(slot, rank)
         mirror = place.mirror
@@ -378,9 +379,9 @@ class ExactIndex:
         before = mirror.rows
         spare = 0
         for event in events:
-            if isinstance(event, Removed):
+            if type(event) is Removed:
                 mirror.remove(event, changes)
-            elif isinstance(event, Stored):
+            elif type(event) is Stored:
                 if self._sglang and event.adapter:
                     self._names.adapters_named((event.adapter,))
                     faults.append(Fault.KEYS)
@@ -411,7 +412,7 @@ class ExactIndex:
             told_rank.counting = False
             self.silence(slot, rank=rank)
         return Heard(
-            cleared=bool(cleared) or unbalanced,
+            cleared=cleared or unbalanced,
             changes=() if unbalanced else changes,
             engine_block_tokens=mirror.engine_block_tokens,
             faults=faults,
@@ -956,32 +957,32 @@ class ExactIndex:
     def _apply(self, changes: Iterable[Changed], place: _Place) -> int:
         """Note what `place` holds from now on; return how many rows it holds no more."""
         bit = place.bit
-        gone = 0
+        new = gone = 0
         known = self._slots[place.slot] if place.slot >= 0 else None
         for changed in changes:
             rows = self._tiers.get(changed.tier)
             if rows is None:
                 rows = self._tiers[changed.tier] = {}
                 self._weights[changed.tier] = self._settings.weight_of(changed.tier)
+            keys = changed.keys
             if changed.held:
-                for key in changed.keys:
+                for key in keys:
                     mask = rows.get(key, 0)
                     if not mask & bit:
                         rows[key] = mask | bit
-                        self.entries += 1
+                        new += 1
                 if known is not None and known.sought:
-                    known.found(changed.keys)
+                    known.found(keys)
                 continue
-            for key in changed.keys:
+            for key in keys:
                 mask = rows.get(key, 0)
-                if mask & bit:
+                if mask == bit:
+                    del rows[key]
                     gone += 1
-                    mask ^= bit
-                    if mask:
-                        rows[key] = mask
-                    else:
-                        del rows[key]
-        self.entries -= gone
+                elif mask & bit:
+                    rows[key] = mask ^ bit
+                    gone += 1
+        self.entries += new - gone
         return gone
 
     # Giving up.

@@ -182,13 +182,12 @@ class Mirror:
         return self._taken(2 * self.tail_blocks)
 
     def _taken(self, by_tail: int) -> int:
-        device = self.tiers[DEVICE]
-        taken = len(device.blocks) + by_tail * len(device.tails)
-        if len(self.tiers) > 1 or self.groups:
-            for name, tier in self.tiers.items():
-                if name != DEVICE:
-                    taken += len(tier.blocks) + by_tail * len(tier.tails)
-            taken += sum(len(group.held) for group in self.groups.values())
+        if len(self.tiers) == 1 and not self.groups:
+            device = self.tiers[DEVICE]
+            return len(device.blocks) + by_tail * len(device.tails)
+        taken = sum(len(group.held) for group in self.groups.values())
+        for tier in self.tiers.values():
+            taken += len(tier.blocks) + by_tail * len(tier.tails)
         return taken
 
     @property

@@ -277,16 +277,12 @@ def read_payload(payload: bytes) -> Batch:
         return Batch(faults=(Fault.TOO_MANY,))
     maps = first in _FIXMAP or first in _MAPS
     faults: list[Fault] = []
-    events: list[Event] = []
-    run: _Removed | None = None
     removed: list[int] = []
     rest = payload
     usual = _usual_removals(payload, start) if maps else None
     if usual is not None:
         end = usual.end()
         removed = _hashes_of_usual_removals(payload, start, end)
-        events.append(Removed(removed))
-        run = _USUAL_REMOVAL
         left = (count - len(removed)).to_bytes(4, "big")
         rest = b"".join((payload[:at], _ARRAY32_HEAD, left, payload[end:]))
     envelope: _Maps | _Arrays | _Envelope
@@ -301,9 +297,29 @@ def read_payload(payload: bytes) -> Batch:
         except _UNREADABLE:
             return Batch(faults=(Fault.NOT_A_BATCH,))
         read = _one_by_one(envelope.events, faults)
+    events, blocks = _known(read, removed, faults)
+    if blocks > BLOCKS_MAX:
+        return Batch(faults=(*faults, Fault.TOO_MANY))
+    rank = envelope.rank
+    return Batch(
+        events=tuple(events),
+        blocks=blocks,
+        faults=tuple(faults),
+        at_s=envelope.ts,
+        rank=rank if rank is not None and 0 <= rank <= 0xFFFF else 0,
+    )
+
+
+def _known(read: list[Any], removed: list[int], faults: list[Fault]) -> tuple[list[Event], int]:
+    """The events of what was `read`, and their blocks. `removed`: by usual removals before them."""
+    events: list[Event] = []
+    run: Any = None
+    if removed:
+        run = _USUAL_REMOVAL
+        events.append(Removed(removed))
     blocks = 0
     for each in read:
-        if run is not None and _goes_on(run, each):
+        if type(each) is type(run) and _goes_on(run, each):
             # One a block is what engines write, and most of what they write.
             try:
                 removed += _hashes(each.block_hashes)
@@ -316,22 +332,12 @@ def read_payload(payload: bytes) -> Batch:
         if isinstance(found, Fault):
             faults.append(found)
             continue
-        if type(found) is Removed:
-            run, removed = each, found.hashes
-        elif type(found) is Stored:
-            blocks += len(found.hashes)
         events.append(found)
-    blocks += len(removed)
-    if blocks > BLOCKS_MAX:
-        return Batch(faults=(*faults, Fault.TOO_MANY))
-    rank = envelope.rank
-    return Batch(
-        events=tuple(events),
-        blocks=blocks,
-        faults=tuple(faults),
-        at_s=envelope.ts,
-        rank=rank if rank is not None and 0 <= rank <= 0xFFFF else 0,
-    )
+        if type(found) is Stored:
+            blocks += len(found.hashes)
+        elif type(found) is Removed:
+            run, removed = each, found.hashes
+    return events, blocks + len(removed)
 
 
 def _hashes_of_usual_removals(payload: bytes, start: int, end: int) -> list[int]:
@@ -346,16 +352,13 @@ def _hashes_of_usual_removals(payload: bytes, start: int, end: int) -> list[int]
     return hashes
 
 
-def _goes_on(run: _Removed, other: Any) -> bool:
-    """Whether `other` removes blocks as `run` does, from which only their hashes differ."""
-    kind = type(other)
-    if kind is not type(run) or not isinstance(other, _Removed):
+def _goes_on(run: Any, other: Any) -> bool:
+    """Whether `other`, of the class of `run`, removes blocks as that does: only their hashes differ."""
+    if not isinstance(run, _Removed):
         return False
     if other.medium != run.medium or other.group_idx != run.group_idx:
         return False
-    if kind is _RemovedArray:
-        return True
-    return _plain(run) and _plain(other)
+    return type(run) is _RemovedArray or (_plain(run) and _plain(other))
 
 
 def _plain(read: Any) -> bool:
@@ -412,16 +415,16 @@ def _why(event: memoryview) -> Fault:
 
 
 def _event(read: Any) -> Event | Fault:
-    if isinstance(read, _Removed):
-        try:
-            return _removed(read)
-        except _UNREADABLE:
-            return Fault.REMOVAL
     if isinstance(read, _Stored):
         try:
             return _stored(read)
         except _UNREADABLE:
             return Fault.STORE
+    if isinstance(read, _Removed):
+        try:
+            return _removed(read)
+        except _UNREADABLE:
+            return Fault.REMOVAL
     return _CLEARED
 
 

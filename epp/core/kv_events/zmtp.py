@@ -100,21 +100,44 @@ class ZmtpConnection:
         return found
 
     def _read_messages(self, found: list[Message]) -> None:
-        while (frame := self._next_frame()) is not None:
-            flags, body = frame
+        wire, at, end = self._wire, self._at, len(self._wire)
+        # Of each frame: flags, size, body.
+        while at + 2 <= end:
+            flags = wire[at]
+            if flags & ~(_MORE | _LONG | _COMMAND):
+                raise ZmtpError("sent a frame with unknown flags")
+            if flags & _LONG:
+                start = at + 9
+                if end < start:
+                    break
+                size = int.from_bytes(wire[at + 1 : start], "big")
+            else:
+                start = at + 2
+                size = wire[at + 1]
+            if size > (COMMAND_BYTES_MAX if flags & _COMMAND else FRAME_BYTES_MAX):
+                raise ZmtpError(f"sent a frame of {size} bytes")
+            if end < start + size:
+                break
+            at = start + size
+            body = bytes(wire[start:at])
             if flags & _COMMAND:
                 self._read_command(body)
-                continue
-            if not self.ready:
-                raise ZmtpError("sent a message before it was ready")
-            self._parts.append(body)
-            self._parts_bytes += len(body)
-            if len(self._parts) > PARTS_MAX or self._parts_bytes > MESSAGE_BYTES_MAX:
-                raise ZmtpError(f"sent a message of more than {PARTS_MAX} parts or too many bytes")
-            if not flags & _MORE:
-                found.append(tuple(self._parts))
-                self._parts = []
-                self._parts_bytes = 0
+            else:
+                self._read_part(body, found, more=bool(flags & _MORE))
+        self._at = at
+
+    def _read_part(self, body: bytes, found: list[Message], *, more: bool) -> None:
+        if not self.ready:
+            raise ZmtpError("sent a message before it was ready")
+        parts = self._parts
+        parts.append(body)
+        self._parts_bytes += len(body)
+        if len(parts) > PARTS_MAX or self._parts_bytes > MESSAGE_BYTES_MAX:
+            raise ZmtpError(f"sent a message of more than {PARTS_MAX} parts or too many bytes")
+        if not more:
+            found.append(tuple(parts))
+            parts.clear()
+            self._parts_bytes = 0
 
     def _read_greeting(self) -> bool:
         wire = self._wire
@@ -135,28 +158,6 @@ class ZmtpConnection:
             body += b"\x08Identity" + bytes(4)
         self._frame(body, _COMMAND)
         return True
-
-    def _next_frame(self) -> tuple[int, bytes] | None:
-        wire, at = self._wire, self._at
-        if len(wire) < at + 2:
-            return None
-        flags = wire[at]
-        if flags & ~(_MORE | _LONG | _COMMAND):
-            raise ZmtpError("sent a frame with unknown flags")
-        if flags & _LONG:
-            start = at + 9
-            if len(wire) < start:
-                return None
-            size = int.from_bytes(wire[at + 1 : start], "big")
-        else:
-            start = at + 2
-            size = wire[at + 1]
-        if size > (COMMAND_BYTES_MAX if flags & _COMMAND else FRAME_BYTES_MAX):
-            raise ZmtpError(f"sent a frame of {size} bytes")
-        if len(wire) < start + size:
-            return None
-        self._at = start + size
-        return flags, bytes(wire[start : start + size])
 
     def _read_command(self, body: bytes) -> None:
         length = body[0] if body else 0

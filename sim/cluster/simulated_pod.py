@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from epp.core.types import AdapterReport, Endpoint, EndpointMetrics, MetricsTarget, Seconds
 from sim.caches.behaviour import CacheBehaviour, Stores
@@ -158,6 +159,7 @@ class SimulatedPod:
         self._tier_tokens_before: Mapping[str, float] = {}
         """By the processes before."""
         self._caches: list[PromptCache | None] = [None] * kind.ranks
+        self._shown = EndpointMetrics()
         self._start()
 
     def __repr__(self) -> str:
@@ -214,6 +216,7 @@ class SimulatedPod:
         else:
             self.engine.submit(request, self._loop.now)
         self._requests += 1
+        self._shown = replace(self._shown, requests_total=self._requests)
         self._follow()
 
     def abort(self, request_id: str) -> None:
@@ -287,26 +290,38 @@ class SimulatedPod:
             for rank, log in zip(self.ranks, self.events, strict=True):
                 rank.pool.watcher = log
                 rank.pass_by_pass = True
-        self._show()
         self._started_at = self._loop.now
         self._requests = 0
         self._queried_tokens = self._hit_tokens = 0.0
+        self._show()
         self._due: Seconds | None = None
         self.leaving.clear()
         self.life += 1
 
     def _show(self) -> None:
         """Let the page show the engine as it is now, between two passes."""
-        engine, slots_max = self.engine, self.kind.engine.max_loras
-        self._shown_waiting = len(engine.waiting)
-        self._shown_running = len(engine.running)
-        self._shown_usage = engine.kv_cache_usage()
-        self._shown_first_tokens = engine.first_tokens
-        self._shown_answers, self._shown_answer_tokens = engine.answers, engine.answer_tokens
-        self._shown_adapters: AdapterReport | None = None
-        if slots_max:
+        engine, settings = self.engine, self.kind.engine
+        adapters: AdapterReport | None = None
+        if settings.max_loras:
             active = frozenset(engine.snapshot().adapters)
-            self._shown_adapters = AdapterReport(active=active, slots_max=slots_max)
+            adapters = AdapterReport(active=active, slots_max=settings.max_loras)
+        self._shown = EndpointMetrics(
+            waiting_requests=len(engine.waiting),
+            running_requests=len(engine.running),
+            kv_cache_usage=engine.kv_cache_usage(),
+            adapters=adapters,
+            block_size_tokens=settings.block_size_tokens,
+            blocks_total=self._advertised_blocks,
+            process_started_at_s=self._started_at,
+            requests_total=self._requests,
+            cache_queried_tokens=self._queried_tokens,
+            cache_hit_tokens=self._hit_tokens,
+            tier_hit_tokens=self._tier_tokens() if self._offloaded else None,
+            ttft_count=engine.first_tokens,
+            first_outputs_total=engine.first_tokens,
+            answers_total=engine.answers,
+            answer_tokens_total=engine.answer_tokens,
+        )
 
     def _catch_up(self) -> None:
         now = self._loop.now
@@ -359,27 +374,10 @@ class SimulatedPod:
         return {_DEVICE_TIER: self._hit_tokens - sum(told.values()), **told}
 
     def _metrics(self, at: Seconds) -> EndpointMetrics:
-        usage = self._shown_usage
         if self.engine.passes > 1:
             # Nobody came and nobody left, but the answers grew.
-            usage = self.engine.kv_cache_usage(at)
-        return EndpointMetrics(
-            waiting_requests=self._shown_waiting,
-            running_requests=self._shown_running,
-            kv_cache_usage=usage,
-            adapters=self._shown_adapters,
-            block_size_tokens=self.kind.engine.block_size_tokens,
-            blocks_total=self._advertised_blocks,
-            process_started_at_s=self._started_at,
-            requests_total=self._requests,
-            cache_queried_tokens=self._queried_tokens,
-            cache_hit_tokens=self._hit_tokens,
-            tier_hit_tokens=self._tier_tokens() if self._offloaded else None,
-            ttft_count=self._shown_first_tokens,
-            first_outputs_total=self._shown_first_tokens,
-            answers_total=self._shown_answers,
-            answer_tokens_total=self._shown_answer_tokens,
-        )
+            return replace(self._shown, kv_cache_usage=self.engine.kv_cache_usage(at))
+        return self._shown
 
 
 def _summed(some: Mapping[str, float], others: Mapping[str, float]) -> Mapping[str, float]:

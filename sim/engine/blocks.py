@@ -178,13 +178,14 @@ class BlockPool:
 
         The caller counts them as `open_blocks` of the holdings.
         """
-        assert count <= self.blocks_free, "the caller asks for no more than there is"
-        blank = min(count, self._blank_blocks)
-        self._blank_blocks -= blank
-        count -= blank
-        if not count:
+        blank, cached = self._blank_blocks, self._cached_blocks
+        if count <= blank:
+            self._blank_blocks = blank - count
             return
-        self._cached_blocks -= count
+        count -= blank
+        assert count <= cached, "the caller asks for no more than there is"
+        self._blank_blocks = 0
+        self._cached_blocks = cached - count
         watcher = self.watcher
         run = self._order.after
         while 0 < run.end - run.start <= count:

@@ -377,11 +377,11 @@ class Engine:
 
     def kv_cache_usage(self, now: Seconds | None = None) -> float:
         """The held share of the blocks, as `snapshot` tells it."""
-        used = self.pool.blocks_used
-        if self._pending is not None and now is not None:
-            elapsed_s = now - self._pending.started_at
-            used += self._blocks_for(self._pending.passes_begun(elapsed_s))
-        return used / self.pool.blocks_usable
+        pool, pending = self.pool, self._pending
+        used = pool.blocks_used
+        if pending is not None and now is not None:
+            used += self._blocks_for(pending.passes_begun(now - pending.started_at))
+        return used / pool.blocks_usable
 
     def check(self) -> None:
         """AssertionError if the books of blocks and requests do not agree."""

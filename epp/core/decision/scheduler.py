@@ -47,7 +47,7 @@ from epp.core.decision.shadow import Acted, Shadow, ShadowTotals, ShadowVerdict
 from epp.core.knowledge.answer_lengths import AnswerLengths
 from epp.core.knowledge.candidates import Affinity, Candidates, Ints
 from epp.core.knowledge.ejection import OutlierEjection
-from epp.core.knowledge.hit_accuracy import NO_INDEXES, Expected, HitAccuracy
+from epp.core.knowledge.hit_accuracy import NO_INDEXES, Correction, Expected, HitAccuracy
 from epp.core.knowledge.index import (
     AffinityIndex,
     AffinityIndexSettings,
@@ -78,7 +78,6 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import (
     BYTES_PER_TOKEN,
     Endpoint,
-    EndpointMetrics,
     Refusal,
     RefusalReason,
     Seconds,
@@ -314,7 +313,9 @@ class Scheduler:
         self.ledger.scraped(slot, metrics, now)
         self.outliers.observed(slot, metrics, now)
         self.answer_lengths.scraped(slot, metrics)
-        self._compare(slot, metrics, now)
+        correction = self.accuracy.scraped(slot, metrics, now)
+        if correction is not None:
+            self._correct(correction)
         # Every scrape says it again.
         if size != self._sizes.get(slot):
             self._resize(slot, *size)
@@ -326,12 +327,11 @@ class Scheduler:
                     told = hearing.adapters_told
                     self.failures.call(name, "adapters_told", told, adapters.names)
 
-    def _compare(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> None:
-        """Belief with what the engine in `slot` counts; the index it comes from learns of it."""
-        correction = self.accuracy.scraped(slot, metrics, now)
+    def _correct(self, correction: Correction) -> None:
+        """Belief was compared with what an engine counts: the index that it comes from learns of it."""
         prefix = self.settings.prefix
         # What indexes predict together says of none of them how wrong it is.
-        if correction is None or len(self.settings.joined) > 1:
+        if len(self.settings.joined) > 1:
             return
         corrected: Mapping[str, CorrectedIndex] = self._able(lambda abilities: abilities.corrected)
         if prefix in corrected:

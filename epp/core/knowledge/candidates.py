@@ -177,7 +177,6 @@ class Columns:
         self.set_load(
             slot, metrics.waiting_requests, metrics.running_requests, metrics.kv_cache_usage
         )
-        self.set_kv_capacity(slot, _kv_capacity_tokens(metrics))
         self.cache_queried_tokens[slot] = metrics.cache_queried_tokens
         self.cache_hit_tokens[slot] = metrics.cache_hit_tokens
         if self.adapters[slot] != metrics.adapters:
@@ -259,10 +258,10 @@ class Columns:
             self.attributes[key] = wider
 
 
-def _kv_capacity_tokens(metrics: EndpointMetrics) -> float:
-    """NaN: the page does not tell, or tells what cannot be."""
+def kv_capacity_tokens(blocks: float | None, block_size_tokens: float | None) -> float:
+    """Of a KV cache, as a page tells of it; NaN: it does not, or tells what cannot be."""
     # As floats: a page may tell numbers whose product is none.
-    tokens = float(metrics.blocks_total or 0) * float(metrics.block_size_tokens or 0)
+    tokens = float(blocks or 0) * float(block_size_tokens or 0)
     return tokens if 0.0 < tokens < math.inf else math.nan
 
 

@@ -24,6 +24,7 @@ image counts with the few bytes that are kept of it, for that is what it takes i
 import math
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
+from math import isnan
 from types import MappingProxyType
 from typing import Final
 
@@ -275,7 +276,7 @@ class HitAccuracy:
         """Counters of the engine in `slot`; what the window says that ends with them, if one does."""
         window = self._slot(slot)
         base = window.base
-        if math.isnan(metrics.cache_queried_tokens) or math.isnan(metrics.cache_hit_tokens):
+        if isnan(metrics.cache_queried_tokens) or isnan(metrics.cache_hit_tokens):
             window.verdict = Verdict.UNTOLD
             window.kept = None
             window.open(None, now)
@@ -433,7 +434,7 @@ def _added(older: Mapping[str, float], newer: Mapping[str, float]) -> dict[str, 
 def _rise(before: float, after: float) -> float:
     """0: it is not told."""
     rise = after - before
-    return 0.0 if math.isnan(rise) else rise
+    return 0.0 if isnan(rise) else rise
 
 
 def _risen(

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from epp.core.address import host_of
-from epp.core.knowledge.candidates import LISTED, Columns, Ints
+from epp.core.knowledge.candidates import LISTED, Columns, Ints, kv_capacity_tokens
 from epp.core.knowledge.load_report import LoadReport
 from epp.core.knowledge.rendezvous import identity_hash
 from epp.core.types import Endpoint, EndpointMetrics, Seconds
@@ -47,6 +47,7 @@ class _Member:
         "asleep",
         "failures",
         "joined_at_s",
+        "kv_size",
         "process_started_at_s",
         "requests_total",
         "set_aside_at_s",
@@ -62,6 +63,8 @@ class _Member:
         self.process_started_at_s: float | None = None
         self.requests_total: float | None = None
         self.asleep = False
+        self.kv_size: tuple[float | None, float | None] = (None, None)
+        """Blocks, and tokens of each."""
 
 
 class EndpointPool:
@@ -148,15 +151,21 @@ class EndpointPool:
         restarted inside its pod, which keeps the pod's UID (design D5).
         """
         member = self._member(slot)
-        restarted = _changed(member.process_started_at_s, metrics.process_started_at_s) or _fell(
-            member.requests_total, metrics.requests_total
+        started_at_s, requests_total = metrics.process_started_at_s, metrics.requests_total
+        restarted = _changed(member.process_started_at_s, started_at_s) or _fell(
+            member.requests_total, requests_total
         )
         if restarted:
             self._restart(slot, now)
             member = self._member(slot)
-        member.process_started_at_s = metrics.process_started_at_s
-        member.requests_total = metrics.requests_total
+        member.process_started_at_s = started_at_s
+        member.requests_total = requests_total
         columns = self.columns
+        kv_size = (metrics.blocks_total, metrics.block_size_tokens)
+        # Every scrape says it again.
+        if kv_size != member.kv_size:
+            member.kv_size = kv_size
+            columns.set_kv_capacity(slot, kv_capacity_tokens(*kv_size))
         if (
             columns.observed_at_s.item(slot) == -math.inf
             or member.set_aside_at_s is not None

@@ -25,6 +25,8 @@ SALT_BYTES_MIN: Final = 16
 SALT_BYTES_MAX: Final = 64
 """The longest key that BLAKE2b takes."""
 AES_KEY_BYTES: Final = 16
+NAMES_MAX: Final = 1_024
+"""Whose hashes are kept: of models nearly all, and of sessions those that are long."""
 
 Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=10_000_000)]
 """Length of a prompt; more is taken for a mistake."""
@@ -109,11 +111,13 @@ def _swapped(words: "array[int]") -> bytes:
 class Salt:
     """Keyed hashes instead of what could be guessed and looked up: ids of blocks, names."""
 
-    __slots__ = ("_encrypt", "_key")
+    __slots__ = ("_encrypt", "_key", "_names")
 
     def __init__(self, key: bytes) -> None:
         """`key` is a secret of up to 64 bytes; lost, it makes the ids meaningless for good."""
         self._key = key
+        self._names: dict[str, str] = {"": ""}
+        """That were hashed lately, with their hashes."""
         drawn = hashlib.blake2b(b"", digest_size=AES_KEY_BYTES, key=key, person=b"homing blocks")
         # ECB leaves equal blocks equal, and that is what ids are for.
         self._encrypt = Cipher(AES(drawn.digest()), ECB()).encryptor().update  # noqa: S305
@@ -128,6 +132,8 @@ class Salt:
         AES-128 of the id and eight zero bytes, cut to eight: a chain of 2,048 takes a call, where a
         hash for each of its ids takes a hundred times as long.
         """
+        if not packed:
+            return b""
         wide = np.zeros((len(packed) // HASH_BYTES, 2), dtype="<u8")
         wide[:, 0] = np.frombuffer(packed, dtype="<u8")
         hashed = np.frombuffer(self._encrypt(wide.tobytes()), dtype="<u8")
@@ -135,10 +141,14 @@ class Salt:
 
     def name(self, name: str) -> str:
         """16 hexadecimal digits, of BLAKE2b; "" stays ""."""
-        if not name:
-            return ""
-        text = name.encode("utf-8", "surrogatepass")
-        return hashlib.blake2b(text, digest_size=8, key=self._key).hexdigest()
+        known = self._names.get(name)
+        if known is None:
+            text = name.encode("utf-8", "surrogatepass")
+            known = hashlib.blake2b(text, digest_size=8, key=self._key).hexdigest()
+            if len(self._names) >= NAMES_MAX:
+                self._names = {"": ""}
+            self._names[name] = known
+        return known
 
     @property
     def identity(self) -> str:

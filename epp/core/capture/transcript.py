@@ -7,7 +7,7 @@ later than `BEHIND_MAX` requests after it was asked, so that readers need not lo
 from typing import Final
 
 import msgspec
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from epp.core.capture.events import (
     EVENTS_FORMAT,
@@ -81,6 +81,8 @@ class Transcript:
         """By slot, the last one, with its page."""
         self._told: dict[int, EndpointMetrics] = {}
         """By slot, the page that was written last to this file."""
+        self._scraped: dict[int, EndpointMetrics] = {}
+        """By slot, what that page was made of."""
         self._decisions = 0
         self._file = -1
         self.requests = 0
@@ -178,6 +180,7 @@ class Transcript:
                 for slot in self._observed.keys() - self._names.keys():
                     del self._observed[slot]
                     self._told.pop(slot, None)
+                    self._scraped.pop(slot, None)
             case FirstOutput(at_s=at_s, request=number) if number in self._asked:
                 asked_at_s, line = self._asked[number]
                 line.first_token_s = line.first_token_s or round(at_s - asked_at_s, 6)
@@ -185,14 +188,21 @@ class Transcript:
                 self._asked[number][1].endpoint = self._names.get(slot, "")
 
     def _see(self, seen: Seen) -> None:
-        page = page_of(seen.metrics, self._salt)
-        whole = Observed(at_s=seen.at_s, slot=seen.slot, page=page)
-        self._observed[seen.slot] = whole
-        told = self._told.get(seen.slot)
-        if told is not None and same_page(told, page):
-            self._write(structs.replace(whole, page=None))
+        slot, metrics = seen.slot, seen.metrics
+        told, scraped = self._told.get(slot), self._scraped.get(slot)
+        if told is not None and scraped is not None and same_page(scraped, metrics):
+            page = told
         else:
-            self._told[seen.slot] = page
+            page = page_of(metrics, self._salt)
+            if told is not None and same_page(told, page):
+                page = told
+        self._scraped[slot] = metrics
+        whole = Observed(at_s=seen.at_s, slot=slot, page=page)
+        self._observed[slot] = whole
+        if page is told:
+            self._write(Observed(at_s=seen.at_s, slot=slot))
+        else:
+            self._told[slot] = page
             self._write(whole)
 
     def _decide(self, decided: Decided) -> None:

@@ -34,11 +34,12 @@ NOTES_BYTES_MAX: Final = 32 * 2**20
 _NOTE_BYTES: Final = 400
 _ADAPTER_BYTES: Final = 100
 _MEMBER_BYTES: Final = 500
-SLICE_NOTES: Final = 16
-"""Notes that become lines before the thread lets go: about 0.3 ms."""
-SLICE_BYTES: Final = 64 * 1024
-"""Of chains in them, after which a slice ends as well: 8,192 blocks."""
-SLICE_PAUSE_S: Final = 0.000_5
+SLICE_S: Final = 0.000_5
+"""For so long notes become lines before the thread lets go."""
+SLICE_PAUSE_S: Final = 0.005
+"""Between two slices: to take turns costs both threads more than a few notes do."""
+BACKLOG_NOTES: Final = NOTES_MAX // 4
+"""With more in the queue a pause is a tenth as long."""
 FLUSH_BYTES: Final = 256 * 1024
 FLUSH_S: Final = 1.0
 POLL_S: Final = 0.1
@@ -186,19 +187,18 @@ class Capture:
 
     def write_queued(self) -> None:
         """Bring what is in the queue to the disk, as far as it is due."""
-        queue = self._queue
+        queue, clock = self._queue, time.monotonic
         while queue:
-            taken = 0
-            for _ in range(SLICE_NOTES):
-                if not queue or taken > SLICE_BYTES:
-                    break
+            now = clock()
+            until_s = now + SLICE_S
+            while queue and now < until_s:
                 note, size = queue.popleft()
-                taken += max(0, size - _NOTE_BYTES)
                 self._bytes_taken += size
-                self._take(note)
+                self._take(note, now)
+                now = clock()
             # The event loop shall not wait for the interpreter until we have done all.
-            time.sleep(SLICE_PAUSE_S)
-        now = time.monotonic()
+            time.sleep(SLICE_PAUSE_S if len(queue) < BACKLOG_NOTES else SLICE_PAUSE_S / 10)
+        now = clock()
         if now >= self._flushed_s + FLUSH_S:
             self._flush(now)
 
@@ -211,9 +211,8 @@ class Capture:
         self._flush(now)
         self._folder.close()
 
-    def _take(self, note: Note) -> None:
+    def _take(self, note: Note, now: Seconds) -> None:
         transcript = self._transcript
-        now = time.monotonic()
         if transcript.changes_blocks(note):
             self.end_files()
         if not self._folder.is_open:

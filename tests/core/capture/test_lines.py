@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 
-from epp.core.capture.lines import Salt, pack_blocks, packed_chain
+from epp.core.capture.lines import NAMES_MAX, Salt, pack_blocks, packed_chain
 
 ONE, OTHER = Salt(b"one key of many bytes"), Salt(b"another key of bytes")
 
@@ -54,3 +54,12 @@ def test_a_chain_and_its_packed_form_are_inverse():
     chain = array("Q", [1, 2**63, 7]).tobytes()
     assert packed_chain(chain) == pack_blocks([1, 2**63, 7])
     assert packed_chain(packed_chain(chain)) == chain
+
+
+def test_of_names_no_more_are_kept_than_are_bounded():
+    """And each is hashed alike, kept or not."""
+    salt = Salt(b"one key of many bytes")
+    hashed = [salt.name(f"session-{number}") for number in range(3 * NAMES_MAX)]
+    assert len(salt._names) <= NAMES_MAX
+    assert [salt.name(f"session-{number}") for number in range(3 * NAMES_MAX)] == hashed
+    assert len({*hashed}) == len(hashed)

@@ -317,6 +317,28 @@ def test_what_waits_is_taken_note_of_bit_by_bit():
     assert pod.believed(prompt(7, 7)) == 64
 
 
+def test_events_that_name_no_blocks_are_work_too():
+    """One message may have 65,536 of them."""
+    subscription = Subscription(scheduler_of(), 0, replays=False, now=1.0)
+    subscription.connected(1.0)
+    stored = {
+        "type": "BlockStored",
+        "block_hashes": [],
+        "parent_block_hash": None,
+        "token_ids": [],
+        "block_size": BLOCK,
+    }
+    subscription.received(0, msgspec.msgpack.encode([1.0, [stored] * 1_000, 0]), 1.0)
+    turns = 0
+    while subscription.works:
+        before = subscription.events["stored"]
+        subscription.work(1.0, blocks_max=64)
+        assert subscription.events["stored"] - before <= 64
+        turns += 1
+    assert subscription.events == {"stored": 1_000}
+    assert turns >= 1_000 // 64
+
+
 def test_who_is_closed_holds_nothing():
     pod = Pod()
     pod.connect()

@@ -363,7 +363,8 @@ class ExactIndex:
 
     def hear(self, slot: int, events: Sequence[Event], now: Seconds, *, rank: int = 0) -> Heard:
         """The engine in `slot` says so of its rank `rank`."""
-        known, told_rank = self._slot(slot), self._rank(slot, rank)
+        told_rank = self._rank(slot, rank)
+        known = self._slots[slot]
         changes: list[Changed] = []
         faults: list[Fault] = []
         cleared = Cleared in map(type, events)
@@ -906,9 +907,11 @@ class ExactIndex:
 
     def _rank(self, slot: int, rank: int) -> _Rank:
         """ValueError for one that is beyond what is heard."""
+        ranks = self._slot(slot).ranks
+        if 0 <= rank < len(ranks):
+            return ranks[rank]
         if not 0 <= rank < RANKS_MAX:
             raise ValueError(f"rank is {rank}, expected one from 0 on below {RANKS_MAX}")
-        ranks = self._slot(slot).ranks
         while rank >= len(ranks):
             ranks.append(_Rank())
             # Of the new one nothing is told.

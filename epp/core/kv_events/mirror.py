@@ -404,7 +404,9 @@ class Mirror:
         before = len(blocks)
         at, per_block = start.steps, self._steps_per_block
         for block, key in zip(stored.hashes, hashes, strict=True):
-            at = (at + steps) % per_block
+            at += steps
+            if at == per_block:
+                at = 0
             if block in blocks:
                 self._once_more(block, tier)
                 continue

@@ -2,8 +2,8 @@
 
 ZMTP is spoken by `core/kv_events/zmtp`, on this loop and by no thread: libzmq aborts a process where it
 doubts an invariant, hides who is disconnected, and drops what a slow reader does not fetch. What
-arrives is put into subscriptions, and taken note of in turns of two milliseconds with pauses between
-them, so that an engine that never stops talking gets a third of the loop and no more; who is
+has come is fetched of all connections together (`gathered_reads`), put into subscriptions, and taken
+note of in turns of two milliseconds with pauses between them, so that an engine that never stops talking gets a third of the loop and no more; who is
 further ahead is not read from, and its engine drops what it cannot send.
 
 Engines that connect themselves are taken in by `kv_event_server`; of both ways an endpoint has one at a
@@ -42,6 +42,7 @@ from epp.core.kv_events.zmtp import (
 )
 from epp.core.subscription import Asked, Subscription
 from epp.core.types import Endpoint, MetricsTarget, Seconds, pod_of, ranks_of
+from epp.shell.engines.gathered_reads import GatheredReads
 from epp.shell.engines.kv_event_server import KVEventServer, Turned
 from epp.shell.engines.loop_share import LoopShare
 from epp.shell.engines.page_client import BadResponseError, PageClient
@@ -69,6 +70,8 @@ WATCH_S: Final[Seconds] = 0.25
 TURN_S: Final[Seconds] = 0.002
 PAUSE_S: Final[Seconds] = 0.004
 """Before a turn: what comes meanwhile is taken note of together, which costs less."""
+IDLE_PAUSE_S: Final[Seconds] = 0.016
+"""While nothing comes."""
 AT_ONCE_MAX: Final = 32
 """Endpoints of which a frame is read before note is taken of any."""
 WAITING_BYTES_MAX: Final = 8 * 1024 * 1024
@@ -204,10 +207,13 @@ class KVEventListener:
         self._sources: dict[str, _Source] = {}
         self._group: asyncio.TaskGroup | None = None
         self._replays = asyncio.Semaphore(REPLAYS_AT_ONCE_MAX)
+        self._reads = GatheredReads(clock)
         self._share = LoopShare(time.thread_time)
         self._busy: OrderedDict[_Source, None] = OrderedDict()
         """Which have work, in the order of their turns."""
         self._turn: asyncio.Handle | None = None
+        self._pause_s = PAUSE_S
+        """Before the next."""
         self.server: KVEventServer | None = None
         """Where engines connect to, if they are to."""
         self._server_task: asyncio.Task[None] | None = None
@@ -331,6 +337,7 @@ class KVEventListener:
                 self._drop(source)
             self._sources = {}
             self._close_server()
+            self._reads.close()
             self._settings = None
 
     # Who connects to us.
@@ -642,6 +649,9 @@ class KVEventListener:
             subscription = self._open_subscription(source, place)
         source.heard_at = place
         source.problem = ""
+        if source.lines is not None:
+            source.lines.gather(self._reads)
+            self._await_turn()
         self._ask(source, subscription.connected(self._clock()))
 
     def _open_subscription(self, source: _Source, place: Place) -> Subscription:
@@ -695,13 +705,18 @@ class KVEventListener:
         self._busy.setdefault(source)
         if source.lines is not None and subscription.waiting_bytes > WAITING_BYTES_MAX:
             source.lines.read(on=False)
+        self._await_turn()
+
+    def _await_turn(self) -> None:
         if self._turn is None:
+            self._pause_s = PAUSE_S
             self._turn = asyncio.get_running_loop().call_later(PAUSE_S, self._work)
 
     def _work(self) -> None:
-        """Take note of what came, for `TURN_S`, of some endpoints at a time."""
-        self._turn = None
+        """Fetch what came and take note of it, for `TURN_S`, of some endpoints at a time."""
         until_s = self._clock() + TURN_S
+        fetched = self._reads.fetch(until_s)
+        self._pause_s = PAUSE_S if fetched or self._busy else min(2 * self._pause_s, IDLE_PAUSE_S)
         while self._busy and self._clock() < until_s:
             some: list[_Source] = []
             while self._busy and len(some) < AT_ONCE_MAX and self._clock() < until_s:
@@ -714,8 +729,9 @@ class KVEventListener:
                     self._note(source)
                 else:
                     self._busy[source] = None
-        if self._busy and self._turn is None:
-            self._turn = asyncio.get_running_loop().call_later(PAUSE_S, self._work)
+        self._turn = None
+        if self._busy or self._reads:
+            self._turn = asyncio.get_running_loop().call_later(self._pause_s, self._work)
 
     def _note(self, source: _Source) -> None:
         """Take note of what came from one endpoint, of a part if it is much."""

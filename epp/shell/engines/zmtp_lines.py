@@ -1,13 +1,18 @@
 """Carries one ZMTP connection over TCP, whoever opened it."""
 
 import asyncio
+import os
 from collections.abc import Callable
 from typing import Final, TypeAlias, cast
 
 from epp.core.kv_events.zmtp import Message, ZmtpConnection, ZmtpError
+from epp.shell.engines.gathered_reads import GatheredReads
 
 UNSENT_BYTES_MAX: Final = 64 * 1024
 """That a peer does not read; above it the connection ends. What we say fits in a kilobyte."""
+
+FETCHED_BYTES_MAX: Final = 64 * 1024
+"""Read in one go of a connection that is gathered."""
 
 Heard: TypeAlias = Callable[[Message], None]
 
@@ -30,6 +35,8 @@ class ZmtpLines(asyncio.Protocol):
         self._heard = heard
         self._made = made
         self._paused = False
+        self._reads: GatheredReads | None = None
+        self._descriptor = -1
 
     @property
     def is_ready(self) -> bool:
@@ -41,6 +48,31 @@ class ZmtpLines(asyncio.Protocol):
         self.transport = cast("asyncio.Transport", transport)
         self._made(self)
         self.flush()
+
+    def gather(self, reads: GatheredReads) -> None:
+        """From now on only what `reads` fetches is read."""
+        transport = self.transport
+        if transport is None or transport.is_closing() or self._reads is not None:
+            return
+        transport.pause_reading()
+        self._reads = reads
+        self._descriptor = transport.get_extra_info("socket").fileno()
+        reads.add(self._descriptor, self._fetch)
+
+    def _fetch(self) -> None:
+        if self._paused or self._reads is None:
+            return
+        try:
+            data = os.read(self._descriptor, FETCHED_BYTES_MAX)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            self.end("lost the connection")
+            return
+        if data:
+            self.data_received(data)
+        else:
+            self.end("closed the connection")
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -73,6 +105,8 @@ class ZmtpLines(asyncio.Protocol):
         if self.transport is None or self.transport.is_closing() or on is not self._paused:
             return
         self._paused = not on
+        if self._reads is not None:
+            return
         if on:
             self.transport.resume_reading()
         else:
@@ -80,6 +114,9 @@ class ZmtpLines(asyncio.Protocol):
 
     def end(self, why: str = "is not listened to any more") -> None:
         """Close the connection; the first reason counts."""
+        if self._reads is not None:
+            self._reads.remove(self._descriptor)
+            self._reads = None
         if not self.closed.done():
             self.closed.set_result(why)
         if not self.ready.done():

@@ -3,8 +3,9 @@
 ZMTP is spoken by `core/kv_events/zmtp`, on this loop and by no thread: libzmq aborts a process where it
 doubts an invariant, hides who is disconnected, and drops what a slow reader does not fetch. What
 has come is fetched of all connections together (`gathered_reads`), put into subscriptions, and taken
-note of in turns of two milliseconds with pauses between them, so that an engine that never stops talking gets a third of the loop and no more; who is
-further ahead is not read from, and its engine drops what it cannot send.
+note of in turns of two milliseconds with pauses between them, so that an engine that never stops
+talking gets a third of the loop and no more; who is further ahead is not read from, and its engine
+drops what it cannot send.
 
 Engines that connect themselves are taken in by `kv_event_server`; of both ways an endpoint has one at a
 time. Of these it is configured how many ranks they have, and each payload says of which it is; one that
@@ -330,13 +331,13 @@ class KVEventListener:
                 await forever()
         finally:
             self._group = None
-            if self._turn is not None:
-                self._turn.cancel()
-                self._turn = None
             for source in self._sources.values():
                 self._drop(source)
             self._sources = {}
             self._close_server()
+            if self._turn is not None:
+                self._turn.cancel()
+                self._turn = None
             self._reads.close()
             self._settings = None
 
@@ -713,9 +714,18 @@ class KVEventListener:
             self._turn = asyncio.get_running_loop().call_later(PAUSE_S, self._work)
 
     def _work(self) -> None:
-        """Fetch what came and take note of it, for `TURN_S`, of some endpoints at a time."""
-        until_s = self._clock() + TURN_S
-        fetched = self._reads.fetch(until_s)
+        try:
+            self._take_turn(self._clock())
+        finally:
+            self._turn = None
+            if self._busy or self._reads:
+                self._turn = asyncio.get_running_loop().call_later(self._pause_s, self._work)
+
+    def _take_turn(self, now: Seconds) -> None:
+        """Fetch what came, and take note of it, of some endpoints at a time; for `TURN_S`."""
+        until_s = now + TURN_S
+        # Whoever sends as fast as it is read leaves half of the turn for what has come.
+        fetched = self._reads.fetch(now + TURN_S / 2)
         self._pause_s = PAUSE_S if fetched or self._busy else min(2 * self._pause_s, IDLE_PAUSE_S)
         while self._busy and self._clock() < until_s:
             some: list[_Source] = []
@@ -729,9 +739,6 @@ class KVEventListener:
                     self._note(source)
                 else:
                     self._busy[source] = None
-        self._turn = None
-        if self._busy or self._reads:
-            self._turn = asyncio.get_running_loop().call_later(self._pause_s, self._work)
 
     def _note(self, source: _Source) -> None:
         """Take note of what came from one endpoint, of a part if it is much."""

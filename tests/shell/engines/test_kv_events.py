@@ -1,5 +1,6 @@
 """Against pods on loopback that publish."""
 
+import asyncio
 import json
 import time
 
@@ -70,6 +71,26 @@ async def test_who_is_cut_off_comes_back():
         picker.scrape()
         await eventually(lambda: picker.believed(prompt(2)) == 32)
         await eventually(lambda: picker.live)
+
+
+async def test_a_turn_that_fails_is_not_the_last(monkeypatch):
+    """It is told to the loop, and what comes later is taken note of."""
+    failed = []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: failed.append(context["exception"])
+    )
+    async with KVEventPod() as pod, Picker(pod) as picker:
+        await eventually(lambda: pod.subscribers and picker.live)
+
+        def fetch(until_s):
+            monkeypatch.undo()
+            raise RuntimeError("a defect")
+
+        monkeypatch.setattr(picker.listener._reads, "fetch", fetch)
+        await eventually(lambda: failed)
+        pod.serve(prompt(1))
+        await eventually(lambda: picker.believed(prompt(1)) == 32)
+        assert [type(error) for error in failed] == [RuntimeError]
 
 
 async def test_who_cannot_be_heard_is_named():

@@ -64,6 +64,10 @@ class ZmtpConnection:
         self._parts: list[bytes] = []
         self._parts_bytes = 0
 
+    @property
+    def has_to_send(self) -> bool:
+        return bool(self._outgoing)
+
     def to_send(self) -> bytes:
         """What is to be sent now, once."""
         if not self._outgoing:
@@ -101,6 +105,7 @@ class ZmtpConnection:
 
     def _read_messages(self, found: list[Message]) -> None:
         wire, at, end = self._wire, self._at, len(self._wire)
+        parts = self._parts
         # Of each frame: flags, size, body.
         while at + 2 <= end:
             flags = wire[at]
@@ -122,22 +127,18 @@ class ZmtpConnection:
             body = bytes(wire[start:at])
             if flags & _COMMAND:
                 self._read_command(body)
-            else:
-                self._read_part(body, found, more=bool(flags & _MORE))
+                continue
+            if not self.ready:
+                raise ZmtpError("sent a message before it was ready")
+            parts.append(body)
+            self._parts_bytes += size
+            if len(parts) > PARTS_MAX or self._parts_bytes > MESSAGE_BYTES_MAX:
+                raise ZmtpError(f"sent a message of more than {PARTS_MAX} parts or too many bytes")
+            if not flags & _MORE:
+                found.append(tuple(parts))
+                parts.clear()
+                self._parts_bytes = 0
         self._at = at
-
-    def _read_part(self, body: bytes, found: list[Message], *, more: bool) -> None:
-        if not self.ready:
-            raise ZmtpError("sent a message before it was ready")
-        parts = self._parts
-        parts.append(body)
-        self._parts_bytes += len(body)
-        if len(parts) > PARTS_MAX or self._parts_bytes > MESSAGE_BYTES_MAX:
-            raise ZmtpError(f"sent a message of more than {PARTS_MAX} parts or too many bytes")
-        if not more:
-            found.append(tuple(parts))
-            parts.clear()
-            self._parts_bytes = 0
 
     def _read_greeting(self) -> bool:
         wire = self._wire

@@ -3,8 +3,8 @@
 ZMTP is spoken by `core/kv_events/zmtp`, on this loop and by no thread: libzmq aborts a process where it
 doubts an invariant, hides who is disconnected, and drops what a slow reader does not fetch. What
 has come is fetched of all connections together (`gathered_reads`), put into subscriptions, and taken
-note of in turns of two milliseconds with pauses between them, so that an engine that never stops
-talking gets a third of the loop and no more; who is further ahead is not read from, and its engine
+note of in turns of three milliseconds with pauses of four between them, so that engines that never
+stop talking get three sevenths of the loop and no more; who is further ahead is not read from, and its engine
 drops what it cannot send.
 
 Engines that connect themselves are taken in by `kv_event_server`; of both ways an endpoint has one at a
@@ -68,7 +68,7 @@ REPLAYS_AT_ONCE_MAX: Final = 8
 REPLAY_IDLE_S: Final[Seconds] = 2.0
 REPLAY_S_MAX: Final[Seconds] = 120.0
 WATCH_S: Final[Seconds] = 0.25
-TURN_S: Final[Seconds] = 0.002
+TURN_S: Final[Seconds] = 0.003
 PAUSE_S: Final[Seconds] = 0.004
 """Before a turn: what comes meanwhile is taken note of together, which costs less."""
 IDLE_PAUSE_S: Final[Seconds] = 0.016

@@ -80,7 +80,8 @@ class ZmtpLines(asyncio.Protocol):
         except ZmtpError as error:
             self.end(str(error))
             return
-        self.flush()
+        if self.zmtp.has_to_send:
+            self.flush()
         if self.zmtp.ready and not self.ready.done():
             self.ready.set_result(None)
         for message in messages:
@@ -102,7 +103,7 @@ class ZmtpLines(asyncio.Protocol):
 
     def read(self, *, on: bool) -> None:
         """Read on, or not for now."""
-        if self.transport is None or self.transport.is_closing() or on is not self._paused:
+        if on is not self._paused or self.transport is None or self.transport.is_closing():
             return
         self._paused = not on
         if self._reads is not None:

@@ -280,10 +280,10 @@ class Subscription:
 
     def _say_state(self, now: Seconds) -> None:
         """Tell the scheduler, if it is another."""
-        state, complete = self.state, self.stream.complete
-        told_state, told_complete = self._told
-        if state is not told_state or complete is not told_complete:
-            self._told = (state, complete)
+        known = (self.state, self.complete)
+        if known != self._told:
+            self._told = known
+            state, complete = known
             changed = StreamChanged(self.slot, state, complete=complete, rank=self.rank)
             self._scheduler.take(changed, now)
 

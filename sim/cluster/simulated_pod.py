@@ -159,7 +159,8 @@ class SimulatedPod:
         self._tier_tokens_before: Mapping[str, float] = {}
         """By the processes before."""
         self._caches: list[PromptCache | None] = [None] * kind.ranks
-        self._shown = EndpointMetrics()
+        self._shown: EndpointMetrics
+        """The page, as of the end of the last pass."""
         self._start()
 
     def __repr__(self) -> str:

@@ -377,7 +377,7 @@ def page_of(metrics: EndpointMetrics, salt: Salt) -> EndpointMetrics:
 
 def same_page(one: EndpointMetrics, other: EndpointMetrics) -> bool:
     """Whether two of `page_of` tell the same: what they do not tell is the very same NaN."""
-    return msgspec.structs.astuple(one) == msgspec.structs.astuple(other)
+    return one is other or msgspec.structs.astuple(one) == msgspec.structs.astuple(other)
 
 
 def member_of(slot: int, endpoint: Endpoint) -> Member:

@@ -26,7 +26,7 @@ SALT_BYTES_MAX: Final = 64
 """The longest key that BLAKE2b takes."""
 AES_KEY_BYTES: Final = 16
 NAMES_MAX: Final = 1_024
-"""Whose hashes are kept: of models nearly all, and of sessions those that are long."""
+"""Whose hashes are kept: models come with each request, and sessions with each of their turns."""
 
 Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=10_000_000)]
 """Length of a prompt; more is taken for a mistake."""

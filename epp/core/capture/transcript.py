@@ -7,7 +7,7 @@ later than `BEHIND_MAX` requests after it was asked, so that readers need not lo
 from typing import Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from epp.core.capture.events import (
     EVENTS_FORMAT,
@@ -81,8 +81,8 @@ class Transcript:
         """By slot, the last one, with its page."""
         self._told: dict[int, EndpointMetrics] = {}
         """By slot, the page that was written last to this file."""
-        self._scraped: dict[int, EndpointMetrics] = {}
-        """By slot, what that page was made of."""
+        self._scraped: dict[int, tuple[EndpointMetrics, EndpointMetrics]] = {}
+        """By slot, the last page, and what is written of it."""
         self._decisions = 0
         self._file = -1
         self.requests = 0
@@ -189,18 +189,17 @@ class Transcript:
 
     def _see(self, seen: Seen) -> None:
         slot, metrics = seen.slot, seen.metrics
-        told, scraped = self._told.get(slot), self._scraped.get(slot)
-        if told is not None and scraped is not None and same_page(scraped, metrics):
-            page = told
+        before = self._scraped.get(slot)
+        if before is not None and same_page(before[0], metrics):
+            page = before[1]
         else:
             page = page_of(metrics, self._salt)
-            if told is not None and same_page(told, page):
-                page = told
-        self._scraped[slot] = metrics
+        self._scraped[slot] = metrics, page
         whole = Observed(at_s=seen.at_s, slot=slot, page=page)
         self._observed[slot] = whole
-        if page is told:
-            self._write(Observed(at_s=seen.at_s, slot=slot))
+        told = self._told.get(slot)
+        if told is not None and same_page(told, page):
+            self._write(structs.replace(whole, page=None))
         else:
             self._told[slot] = page
             self._write(whole)

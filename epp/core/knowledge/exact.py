@@ -597,8 +597,9 @@ class ExactIndex:
         left = SWEPT_MAX
         while self._forgotten and left > 0:
             left -= self._sweep(self._forgotten[0], left)
-        if self.bytes_estimated > self._memory_max_bytes:
-            self._give_up(min(SWEPT_MAX, self._above()))
+        above = -self._spare
+        if above > 0:
+            self._give_up(min(SWEPT_MAX, above))
         self._recent.expire(now)
         self._placed.expire(now)
 
@@ -907,11 +908,9 @@ class ExactIndex:
 
     def _rank(self, slot: int, rank: int) -> _Rank:
         """ValueError for one that is beyond what is heard."""
-        ranks = self._slot(slot).ranks
-        if 0 <= rank < len(ranks):
-            return ranks[rank]
         if not 0 <= rank < RANKS_MAX:
             raise ValueError(f"rank is {rank}, expected one from 0 on below {RANKS_MAX}")
+        ranks = self._slot(slot).ranks
         while rank >= len(ranks):
             ranks.append(_Rank())
             # Of the new one nothing is told.
@@ -1006,10 +1005,6 @@ class ExactIndex:
     def _spare(self) -> int:
         """Blocks that there is room for under the memory limit; below 0: that are too many."""
         return (self._memory_max_bytes - self.bytes_estimated) // (2 * ROW_BYTES)
-
-    def _above(self) -> int:
-        """Blocks that are too many for the memory limit."""
-        return -(-max(0, self.bytes_estimated - self._memory_max_bytes) // (2 * ROW_BYTES))
 
     def _room(self, mirror: Mirror, wanted: int) -> int:
         """How many of `wanted` blocks `mirror` may keep more."""

@@ -206,10 +206,8 @@ class KVEventStream:
         frame = _Frame(sequence, payload)
         if self._waits:
             self._hold(frame, now)
-        elif self._last is not None and sequence == self._last + 1:
-            self._apply(frame)
-        else:
-            self._take(frame, now)
+            return
+        self._take(frame, now)
 
     def replayed(self, sequence: int, payload: bytes, now: Seconds) -> None:
         """A frame that was asked for came; one that nobody waits for does nothing."""
@@ -349,7 +347,7 @@ class KVEventStream:
             self._apply(frame)
         elif sequence > last + 1:
             self._miss(frame, now)
-        elif (sequence, xxhash.xxh64_intdigest(frame.payload)) in self._recent:
+        elif (sequence, _digest(frame)) in self._recent:
             self.counts.duplicates += 1
         else:
             self.counts.restarts += 1
@@ -375,14 +373,12 @@ class KVEventStream:
         self._hold(frame, now)
 
     def _apply(self, frame: _Frame) -> None:
-        sequence, payload = frame.sequence, frame.payload
-        self._last = sequence
-        if not sequence:
-            # Before its first frame nothing was told, whether an engine could be asked for that or not.
-            self.complete = True
+        self._last = frame.sequence
+        # Before its first frame nothing was told, whether an engine could be asked for that or not.
+        self.complete = self.complete or frame.sequence == 0
         self.counts.frames += 1
-        self._recent.append((sequence, xxhash.xxh64_intdigest(payload)))
-        self._actions.append(Apply(payload))
+        self._recent.append((frame.sequence, _digest(frame)))
+        self._actions.append(Apply(frame.payload))
 
     def _hold(self, frame: _Frame, now: Seconds) -> None:
         self._held.append(frame)
@@ -537,6 +533,10 @@ class KVEventStream:
                 self._hold(frame, now)
             elif self._last is None or frame.sequence > self._last:
                 self._take(frame, now)
+
+
+def _digest(frame: _Frame) -> int:
+    return xxhash.xxh64_intdigest(frame.payload)
 
 
 def _sequence_of(frame: _Frame) -> int:

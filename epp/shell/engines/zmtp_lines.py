@@ -80,8 +80,7 @@ class ZmtpLines(asyncio.Protocol):
         except ZmtpError as error:
             self.end(str(error))
             return
-        if self.zmtp.has_to_send:
-            self.flush()
+        self.flush()
         if self.zmtp.ready and not self.ready.done():
             self.ready.set_result(None)
         for message in messages:

@@ -39,7 +39,7 @@ SLICE_S: Final = 0.000_5
 SLICE_PAUSE_S: Final = 0.005
 """Between two slices: to take turns costs both threads more than a few notes do."""
 BACKLOG_NOTES: Final = NOTES_MAX // 4
-"""With more in the queue a pause is a tenth as long."""
+"""With more in the queue a pause is a tenth as long, so that a burst does not fill it."""
 FLUSH_BYTES: Final = 256 * 1024
 FLUSH_S: Final = 1.0
 POLL_S: Final = 0.1

@@ -131,7 +131,7 @@ class ExactStatistics(Struct):
 class _Place:
     """The rows of one mirror: they carry its bit."""
 
-    __slots__ = ("bit", "mirror", "number", "rank", "slot")
+    __slots__ = ("bit", "mirror", "number", "rank", "rows", "slot")
 
     def __init__(self, number: int, slot: int, rank: int, mirror: Mirror) -> None:
         self.number = number
@@ -140,6 +140,8 @@ class _Place:
         """-1: it is forgotten."""
         self.rank = rank
         self.mirror = mirror
+        self.rows = 0
+        """Of `mirror`, when they were counted last."""
 
 
 class _Rank:
@@ -246,6 +248,8 @@ class ExactIndex:
         """The bits of the places whose streams count."""
         self._rows = 0
         """Of blocks of the engines, in all mirrors."""
+        self._known_spare = 0
+        """What is left of `_spare`, since that was worked out last."""
         self._memory_share = 1.0
         self._names = ModelNames()
         self._awaiting = False
@@ -291,6 +295,7 @@ class ExactIndex:
         """Take `share` of `memoryMaxBytes` at most; what is above goes with events and sweeps."""
         self._memory_share = share
         self._memory_max_bytes = int(share * self._settings.memory_max_bytes)
+        self._known_spare = 0
 
     # What is known.
 
@@ -377,32 +382,19 @@ class ExactIndex:
         mirror = place.mirror
         cut = mirror.cut
         adapters_before = len(mirror.adapters)
-        before = mirror.rows
-        spare = 0
         for event in events:
             if type(event) is Removed:
                 mirror.remove(event, changes)
             elif type(event) is Stored:
                 if self._sglang and event.adapter:
                     self._names.adapters_named((event.adapter,))
-                    faults.append(Fault.KEYS)
-                    continue
-                wanted = mirror.tail_blocks * len(event.hashes)
-                # Runs that waited for this one are stored with it.
-                floating = mirror.floating_runs
-                if wanted > spare or floating:
-                    rows = mirror.rows
-                    self._rows += rows - before
-                    before = rows
-                    spare = self._spare
-                room = spare if spare >= wanted else self._room(mirror, wanted)
-                spare = 0 if floating else spare - wanted
-                fault = mirror.store(event, changes, room)
+                    fault: Fault | None = Fault.KEYS
+                else:
+                    fault = mirror.store(event, changes, self._room(event, place))
                 if fault is not None:
                     faults.append(fault)
-        self._rows += mirror.rows - before
-        told = self._apply(changes, place)
-        self.statistics.evicted_told += told
+        self._count_rows(place)
+        self.statistics.evicted_told += self._apply(changes, place)
         if mirror.cut is not cut:
             self._exact = None
         if len(mirror.adapters) > adapters_before:
@@ -439,9 +431,8 @@ class ExactIndex:
         """As `hear`, for whoever has only what came of it."""
         place = self._rank(slot, rank).place or self._new_place(slot, rank)
         place.mirror.engine_block_tokens = engine_block_tokens
-        before = place.mirror.rows
         place.mirror.adopt(changes)
-        self._rows += place.mirror.rows - before
+        self._count_rows(place)
         self._apply(changes, place)
 
     def adapters_told(self, names: Collection[str]) -> None:
@@ -602,6 +593,8 @@ class ExactIndex:
             self._give_up(min(SWEPT_MAX, above))
         self._recent.expire(now)
         self._placed.expire(now)
+        # What was decided since takes its part too.
+        self._known_spare = 0
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
         """The engine in `slot` has so many blocks: it cannot hold more."""
@@ -969,8 +962,12 @@ class ExactIndex:
             keys = changed.keys
             if changed.held:
                 for key in keys:
-                    mask = rows.get(key, 0)
-                    if not mask & bit:
+                    mask = rows.get(key)
+                    if mask is None:
+                        # The one object of all that only this place holds.
+                        rows[key] = bit
+                        new += 1
+                    elif not mask & bit:
                         rows[key] = mask | bit
                         new += 1
                 if known is not None and known.sought:
@@ -992,30 +989,46 @@ class ExactIndex:
     def _sweep(self, place: _Place, blocks_max: int) -> int:
         """Take out rows of a forgotten place; return how many blocks went."""
         changes: list[Changed] = []
-        before = place.mirror.rows
         given = place.mirror.give_up(blocks_max, changes)
-        self._rows -= before - place.mirror.rows
+        self._count_rows(place)
         self.statistics.evicted_forgotten += self._apply(changes, place)
         if not len(place.mirror):
             self._forgotten.remove(place)
             self._places[place.number] = None
         return max(1, given)
 
+    def _count_rows(self, place: _Place) -> None:
+        """Of `place`, as its mirror has them now."""
+        rows = place.mirror.rows
+        self._rows += rows - place.rows
+        place.rows = rows
+
     @property
     def _spare(self) -> int:
         """Blocks that there is room for under the memory limit; below 0: that are too many."""
         return (self._memory_max_bytes - self.bytes_estimated) // (2 * ROW_BYTES)
 
-    def _room(self, mirror: Mirror, wanted: int) -> int:
-        """How many of `wanted` blocks `mirror` may keep more."""
-        free = self._spare
-        if free >= wanted:
-            return wanted
-        fair = self._memory_max_bytes // (2 * ROW_BYTES) // max(1, self._ranks)
-        if len(mirror) + wanted <= fair:
-            self._give_up(wanted - free)
+    @property
+    def _fair_blocks(self) -> int:
+        """That each rank may have, whatever others have."""
+        return self._memory_max_bytes // (2 * ROW_BYTES) // max(1, self._ranks)
+
+    def _room(self, stored: Stored, place: _Place) -> int:
+        """How many blocks the mirror of `place` may keep more; so many that `stored` has, if any do."""
+        mirror = place.mirror
+        wanted = mirror.tail_blocks * len(stored.hashes)
+        # Runs that waited for this one are stored with it.
+        floating = mirror.floating_runs
+        if wanted > self._known_spare or floating:
+            self._count_rows(place)
             free = self._spare
-        return max(0, min(free, wanted))
+            if free < wanted and len(mirror) + wanted <= self._fair_blocks:
+                self._give_up(wanted - free)
+                free = self._spare
+            self._known_spare = max(0, free)
+        room = self._known_spare
+        self._known_spare = 0 if floating else room - min(room, wanted)
+        return room
 
     def _give_up(self, blocks: int) -> None:
         """Let whoever holds most forget so many blocks, and some more, so as not to come back at once."""
@@ -1024,9 +1037,8 @@ class ExactIndex:
             return
         largest = max(places, key=lambda place: len(place.mirror))
         changes: list[Changed] = []
-        before = largest.mirror.rows
         largest.mirror.give_up(max(blocks, len(largest.mirror) // GIVEN_UP_SHARE), changes)
-        self._rows -= before - largest.mirror.rows
+        self._count_rows(largest)
         self.statistics.evicted_memory += self._apply(changes, largest)
         self._exact = None
 

@@ -51,7 +51,7 @@ _LOOKS_BACK_A_WINDOW: Final = frozenset({"sliding_window", "sliding_window_mla"}
 _LOOKS_BACK_ONE: Final = frozenset({"mamba"})
 
 _STEP_BITS: Final = 12
-"""Of the end of a block: steps behind the last of our keys."""
+"""Of an end that is none of our keys: steps behind the last of them."""
 _STEPS_MASK: Final = (1 << _STEP_BITS) - 1
 _END_BYTES: Final = 10
 """Of an end before the tokens of a tail."""
@@ -106,10 +106,11 @@ class _Tier:
 
     def __init__(self) -> None:
         self.blocks: dict[int, int] = {}
-        """Of a block -> its end: the hash of its last step, shifted, and the number of steps behind the
-        last of our keys; 0: it is that key."""
+        """Of a block -> its end: the key of ours with which it ends, the very object of the index, or
+        of one that ends inside of ours what `_end` makes, below 0."""
         self.tails: dict[int, bytes] = {}
-        """Of one that ends inside a step -> the same in bytes, and the tokens behind that step."""
+        """Of one that ends inside a step -> hash of the step before, steps since the last of our keys,
+        and the tokens behind that step."""
         self.more: dict[int, tuple[int, ...]] = {}
         """Of a block within which some of ours end -> their keys."""
         self.copies: dict[int, int] = {}
@@ -288,27 +289,26 @@ class Mirror:
     def _remove_usual(self, removed: Removed, tier: _Tier, gone: list[int]) -> None:
         """As `remove`, where a block is in one table and nowhere else."""
         blocks, tails = tier.blocks, tier.tails
-        known = 0
+        before = len(blocks) + len(tails)
         for block in removed.hashes:
             end = blocks.pop(block, None)
             if end is not None:
-                known += 1
-                if not end & _STEPS_MASK:
-                    gone.append(end >> _STEP_BITS)
+                if end >= 0:
+                    gone.append(end)
             elif tails.pop(block, None) is not None:
-                known += 1
+                continue
             elif block in self._floating_at:
                 self._cut_floating(block)
             else:
                 self.counts.unknown += 1
-        self.counts.removed += known
+        self.counts.removed += before - len(blocks) - len(tails)
 
     def adopt(self, changes: Iterable[Changed]) -> None:
         """Hold keys, and hold them no more, of blocks whose names are not known: each its own."""
         for changed in changes:
             tier = self.tiers.setdefault(changed.tier, _Tier())
             if changed.held:
-                tier.blocks.update((key, key << _STEP_BITS) for key in changed.keys)
+                tier.blocks.update(zip(changed.keys, changed.keys, strict=True))
             else:
                 for key in changed.keys:
                     tier.blocks.pop(key, None)
@@ -374,17 +374,18 @@ class Mirror:
         for tier in self.tiers.values():
             end = tier.blocks.get(parent)
             if end is not None:
-                return _Start(end >> _STEP_BITS, end & _STEPS_MASK)
+                return _Start(end, 0) if end >= 0 else _Start(*_step_of(end))
             tail = tier.tails.get(parent)
             if tail is not None:
-                end = int.from_bytes(tail[:_END_BYTES], "little")
-                return _Start(end >> _STEP_BITS, end & _STEPS_MASK, tail[_END_BYTES:])
+                end = int.from_bytes(tail[:_END_BYTES], "little", signed=True)
+                return _Start(*_step_of(end), tail[_END_BYTES:])
         return None
 
     def _follow(self, stored: Stored, start: _Start, tier: _Tier, room: int) -> list[int]:
         """Note each block of the run, which begins at `start`; return the keys that are new."""
         size = stored.block_tokens
-        self.engine_block_tokens = max(self.engine_block_tokens, size)
+        if size > self.engine_block_tokens:
+            self.engine_block_tokens = size
         steps, odd = divmod(size, self.step_tokens)
         even = not (odd or start.rest or stored.extras) and len(stored.hashes) <= room
         new: list[int] = []
@@ -403,6 +404,7 @@ class Mirror:
         blocks = tier.blocks
         before = len(blocks)
         at, per_block = start.steps, self._steps_per_block
+        hold = blocks.setdefault
         for block, key in zip(stored.hashes, hashes, strict=True):
             at += steps
             if at == per_block:
@@ -410,8 +412,10 @@ class Mirror:
             if block in blocks:
                 self._once_more(block, tier)
                 continue
-            blocks[block] = key << _STEP_BITS | at
-            if not at:
+            if at:
+                blocks[block] = ~(key << _STEP_BITS | at)
+            else:
+                blocks[block] = key
                 new.append(key)
         if self.groups:
             self._named.update(zip(hashes, stored.hashes, strict=True))
@@ -453,10 +457,10 @@ class Mirror:
                     key = with_media(
                         key, (each for where, each in begins[steps] if where <= number)
                     )
-                head = (key << _STEP_BITS | at).to_bytes(_END_BYTES, "little")
+                head = _end(key, at).to_bytes(_END_BYTES, "little", signed=True)
                 tails[block] = head + tokens[end - rest : end]
             else:
-                blocks[block] = key << _STEP_BITS | at
+                blocks[block] = _end(key, at)
                 if not at:
                     # It is told by the end.
                     ended.pop()
@@ -489,8 +493,8 @@ class Mirror:
                 keys += more
             if end is not None:
                 tier.blocks[block] = end
-                if not end & _STEPS_MASK:
-                    keys.append(end >> _STEP_BITS)
+                if end >= 0:
+                    keys.append(end)
             elif tail is not None:
                 tier.tails[block] = tail
         if keys:
@@ -520,19 +524,18 @@ class Mirror:
 
     def _ended(self, block: int, end: int, tier: _Tier, gone: list[int]) -> None:
         """`block`, which is no tail, is held no more."""
-        step = end >> _STEP_BITS
-        if not end & _STEPS_MASK:
-            gone.append(step)
-        self._dropped(block, step, tier, gone)
+        if end >= 0:
+            gone.append(end)
+        self._dropped(block, end, tier, gone)
 
-    def _dropped(self, block: int, step: int | None, tier: _Tier, gone: list[int]) -> None:
-        """What is kept beside the row of `block`, which ended with `step`, goes with it."""
+    def _dropped(self, block: int, end: int | None, tier: _Tier, gone: list[int]) -> None:
+        """What is kept beside the row of `block` goes with it; `end`: of one that is no tail."""
         if tier.copies:
             tier.copies.pop(block, None)
         if tier.more:
             gone += tier.more.pop(block, ())
-        if step is not None and self._named:
-            self._named.pop(step, None)
+        if end is not None and self._named:
+            self._named.pop(_step_of(end)[0], None)
 
     # Runs whose parent is not known.
 
@@ -626,7 +629,17 @@ class Mirror:
     def _name_all(self) -> None:
         """From now on it matters which block of the engine ends where."""
         for tier in self.tiers.values():
-            self._named.update((end >> _STEP_BITS, block) for block, end in tier.blocks.items())
+            self._named.update((_step_of(end)[0], block) for block, end in tier.blocks.items())
+
+
+def _end(step: int, steps: int) -> int:
+    """Of a block that ends with the hash `step`, `steps` behind the last of our keys: a key itself."""
+    return ~(step << _STEP_BITS | steps) if steps else step
+
+
+def _step_of(end: int) -> tuple[int, int]:
+    """What `_end` was made of."""
+    return (end, 0) if end >= 0 else (~end >> _STEP_BITS, ~end & _STEPS_MASK)
 
 
 def _begins(stored: Stored, behind: int, step_bytes: int) -> dict[int, list[tuple[int, str]]]:

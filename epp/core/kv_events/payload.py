@@ -10,6 +10,7 @@ one whose loss may leave a block that is gone believed to be held says so.
 """
 
 import re
+import struct
 import sys
 from array import array
 from collections.abc import Sequence
@@ -17,7 +18,6 @@ from enum import StrEnum
 from typing import Any, Final, TypeAlias
 
 import msgspec
-import numpy as np
 from msgspec import Raw, Struct
 from msgspec.msgpack import Decoder
 
@@ -242,10 +242,10 @@ _NUMBER_BYTES: Final = {
 # all else: of these the hashes are cut out, in a tenth of the time that reading them takes.
 _BEFORE_HASH: Final = b"\x84\xa4type\xacBlockRemoved\xacblock_hashes\x91\xcf"
 _AFTER_HASH: Final = b"\xa6medium\xa3GPU\xa9group_idx\x00"
-_USUAL_REMOVAL_BYTES: Final = len(_BEFORE_HASH) + 8 + len(_AFTER_HASH)
 _usual_removals: Final = re.compile(
     b"(?s:(?:" + re.escape(_BEFORE_HASH) + b".{8}" + re.escape(_AFTER_HASH) + b")+)"
 ).match
+_hashes_of: Final = struct.Struct(f">{len(_BEFORE_HASH)}xQ{len(_AFTER_HASH)}x").iter_unpack
 _USUAL_REMOVAL: Final = _RemovedMap([], medium="GPU", group_idx=0)
 _ARRAY32_HEAD: Final = bytes([_ARRAY32])
 _ARRAY_OF_3: Final = b"\x93"
@@ -282,7 +282,7 @@ def read_payload(payload: bytes) -> Batch:
     usual = _usual_removals(payload, start) if maps else None
     if usual is not None:
         end = usual.end()
-        removed = _hashes_of_usual_removals(payload, start, end)
+        removed = [block for (block,) in _hashes_of(payload[start:end])]
         left = (count - len(removed)).to_bytes(4, "big")
         rest = b"".join((payload[:at], _ARRAY32_HEAD, left, payload[end:]))
     envelope: _Maps | _Arrays | _Envelope
@@ -338,18 +338,6 @@ def _known(read: list[Any], removed: list[int], faults: list[Fault]) -> tuple[li
         elif type(found) is Removed:
             run, removed = each, found.hashes
     return events, blocks + len(removed)
-
-
-def _hashes_of_usual_removals(payload: bytes, start: int, end: int) -> list[int]:
-    """Of those that lie between `start` and `end`."""
-    hashes: list[int] = np.ndarray(
-        (end - start) // _USUAL_REMOVAL_BYTES,
-        dtype=">u8",
-        buffer=payload,
-        offset=start + len(_BEFORE_HASH),
-        strides=_USUAL_REMOVAL_BYTES,
-    ).tolist()
-    return hashes
 
 
 def _goes_on(run: Any, other: Any) -> bool:
@@ -493,8 +481,14 @@ def _removed(read: _Removed) -> Removed | Fault:
 
 
 def _hashes(told: list[_Hash]) -> list[int]:
-    mask = _HASH_MASK
-    return [each & mask if type(each) is int else _hash(each) for each in told]
+    """`told` itself, where they are that already, as nearly always."""
+    numbers: Any = told
+    try:
+        as_they_are = min(numbers, default=0) >= 0
+    except TypeError:
+        # Among them are bytes.
+        as_they_are = False
+    return numbers if as_they_are else [_hash(each) for each in told]
 
 
 def _hash(told: _Hash) -> int:

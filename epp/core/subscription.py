@@ -62,8 +62,7 @@ class Subscription:
         self.stream = KVEventStream(replays=replays, snapshots=snapshots, now=now)
         self.faults: Counter[Fault] = Counter()
         """Events and payloads that are not known, by their reason."""
-        self.events: Counter[str] = Counter()
-        """Those that are, by type."""
+        self._events: dict[type, int] = dict.fromkeys(_NAMES, 0)
         self.unreadable = 0
         """Messages that are none of KV events."""
         self.waiting_bytes = 0
@@ -78,6 +77,12 @@ class Subscription:
         self._told = (StreamState.NONE, False)
         self._index = next(iter(scheduler.hearing.values()), None)
         self._say_state(now)
+
+    @property
+    def events(self) -> Counter[str]:
+        """How many are known, by type."""
+        told = self._events.items()
+        return Counter({_NAMES[kind]: count for kind, count in told if count})
 
     @property
     def state(self) -> StreamState:
@@ -269,7 +274,7 @@ class Subscription:
     def _hear(self, events: Sequence[Event], now: Seconds) -> bool:
         """Whether what was told so far does not add up."""
         for event in events:
-            self.events[_NAMES[type(event)]] += 1
+            self._events[type(event)] += 1
         said = EventsHeard(self.slot, events, self.rank)
         heard = self._scheduler.take(said, now).heard
         if heard is None:

@@ -128,7 +128,8 @@ class KVEventStream:
         """The number of the last frame that counts; None: of none."""
         self._epoch: str = ""
         self._heartbeat_s: Seconds = math.inf
-        self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT_FRAMES)
+        self._recent: deque[int] = deque(maxlen=RECENT_FRAMES)
+        """Digests of frames and their numbers."""
         self._actions: list[Action] = []
         self._held: list[_Frame] = []
         self._held_bytes = 0
@@ -347,7 +348,7 @@ class KVEventStream:
             self._apply(frame)
         elif sequence > last + 1:
             self._miss(frame, now)
-        elif (sequence, _digest(frame)) in self._recent:
+        elif _digest(frame) in self._recent:
             self.counts.duplicates += 1
         else:
             self.counts.restarts += 1
@@ -377,7 +378,7 @@ class KVEventStream:
         # Before its first frame nothing was told, whether an engine could be asked for that or not.
         self.complete = self.complete or frame.sequence == 0
         self.counts.frames += 1
-        self._recent.append((frame.sequence, _digest(frame)))
+        self._recent.append(_digest(frame))
         self._actions.append(Apply(frame.payload))
 
     def _hold(self, frame: _Frame, now: Seconds) -> None:
@@ -536,7 +537,7 @@ class KVEventStream:
 
 
 def _digest(frame: _Frame) -> int:
-    return xxhash.xxh64_intdigest(frame.payload)
+    return xxhash.xxh64_intdigest(frame.payload, frame.sequence)
 
 
 def _sequence_of(frame: _Frame) -> int:

@@ -54,15 +54,17 @@ class ZmtpConnection:
         self._topic = topic
         self._rest = bytearray()
         """What came of a frame that is not whole."""
-        self._wire: bytes | bytearray = b""
-        """What is being read, and up to where it was."""
-        self._at = 0
         self._outgoing = bytearray(_GREETING)
         self._greeted = False
         self.ready = False
         """Both sides have said who they are; a subscriber has subscribed."""
         self._parts: list[bytes] = []
         self._parts_bytes = 0
+
+    @property
+    def speaks(self) -> bool:
+        """There is something to send."""
+        return bool(self._outgoing)
 
     def to_send(self) -> bytes:
         """What is to be sent now, once."""
@@ -81,42 +83,42 @@ class ZmtpConnection:
     def feed(self, data: bytes) -> list[Message]:
         """The messages that are whole with `data`. Raises `ZmtpError`."""
         rest = self._rest
+        # Most comes in whole messages: they are read where they are.
+        wire: bytes | bytearray = data
         if rest:
             rest += data
-            self._wire = rest
-        else:
-            # Most comes in whole messages: they are read where they are.
-            self._wire = data
+            wire = rest
         found: list[Message] = []
-        if self._greeted or self._read_greeting():
-            self._read_messages(found)
+        at = 0
+        if not self._greeted:
+            at = self._read_greeting(wire)
+        if self._greeted:
+            at = self._read_messages(wire, at, found)
         # What is read is let go in one cut, not frame by frame.
-        if self._wire is rest:
-            del rest[: self._at]
-        else:
-            rest += data[self._at :]
-        self._wire = b""
-        self._at = 0
+        if wire is rest:
+            del rest[:at]
+        elif at < len(data):
+            rest += data[at:]
         return found
 
-    def _read_messages(self, found: list[Message]) -> None:
-        wire, at, end = self._wire, self._at, len(self._wire)
-        parts = self._parts
+    def _read_messages(self, wire: bytes | bytearray, at: int, found: list[Message]) -> int:
+        """Add the messages that are whole from `at` on; return up to where they go."""
+        end = len(wire)
+        parts, parts_bytes = self._parts, self._parts_bytes
         # Of each frame: flags, size, body.
         while at + 2 <= end:
             flags = wire[at]
-            if flags & ~(_MORE | _LONG | _COMMAND):
-                raise ZmtpError("sent a frame with unknown flags")
-            if flags & _LONG:
-                start = at + 9
-                if end < start:
-                    break
-                size = int.from_bytes(wire[at + 1 : start], "big")
-            else:
-                start = at + 2
-                size = wire[at + 1]
-            if size > (COMMAND_BYTES_MAX if flags & _COMMAND else FRAME_BYTES_MAX):
-                raise ZmtpError(f"sent a frame of {size} bytes")
+            start, size = at + 2, wire[at + 1]
+            if flags > _MORE:
+                if flags & ~(_MORE | _LONG | _COMMAND):
+                    raise ZmtpError("sent a frame with unknown flags")
+                if flags & _LONG:
+                    start = at + 9
+                    if end < start:
+                        break
+                    size = int.from_bytes(wire[at + 1 : start], "big")
+                if size > (COMMAND_BYTES_MAX if flags & _COMMAND else FRAME_BYTES_MAX):
+                    raise ZmtpError(f"sent a frame of {size} bytes")
             if end < start + size:
                 break
             at = start + size
@@ -127,34 +129,34 @@ class ZmtpConnection:
             if not self.ready:
                 raise ZmtpError("sent a message before it was ready")
             parts.append(body)
-            self._parts_bytes += size
-            if len(parts) > PARTS_MAX or self._parts_bytes > MESSAGE_BYTES_MAX:
+            parts_bytes += size
+            if len(parts) > PARTS_MAX or parts_bytes > MESSAGE_BYTES_MAX:
                 raise ZmtpError(f"sent a message of more than {PARTS_MAX} parts or too many bytes")
             if not flags & _MORE:
                 found.append(tuple(parts))
                 parts.clear()
-                self._parts_bytes = 0
-        self._at = at
+                parts_bytes = 0
+        self._parts_bytes = parts_bytes
+        return at
 
-    def _read_greeting(self) -> bool:
-        wire = self._wire
+    def _read_greeting(self, wire: bytes | bytearray) -> int:
+        """How much of `wire` it takes; 0: it is not whole."""
         if wire[:1] != b"\xff"[: len(wire)] or (len(wire) > 9 and not wire[9] & 1):
             raise ZmtpError("greets as no ZMTP 3 peer does")
         if len(wire) < _GREETING_BYTES:
-            return False
+            return 0
         if wire[10] < 3:
             raise ZmtpError(f"speaks ZMTP {wire[10]}, expected 3")
         if bytes(wire[12:32]) != _MECHANISM:
             raise ZmtpError("demands a security mechanism, expected NULL")
         self._greeted = True
-        self._at = _GREETING_BYTES
         name = b"Socket-Type"
         value = self._type.value.encode()
         body = b"\x05READY" + bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value
         if self._type is SocketType.DEALER:
             body += b"\x08Identity" + bytes(4)
         self._frame(body, _COMMAND)
-        return True
+        return _GREETING_BYTES
 
     def _read_command(self, body: bytes) -> None:
         length = body[0] if body else 0

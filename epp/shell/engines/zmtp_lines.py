@@ -75,13 +75,15 @@ class ZmtpLines(asyncio.Protocol):
             self.end("closed the connection")
 
     def data_received(self, data: bytes) -> None:
+        zmtp = self.zmtp
         try:
-            messages = self.zmtp.feed(data)
+            messages = zmtp.feed(data)
         except ZmtpError as error:
             self.end(str(error))
             return
-        self.flush()
-        if self.zmtp.ready and not self.ready.done():
+        if zmtp.speaks:
+            self.flush()
+        if zmtp.ready and not self.ready.done():
             self.ready.set_result(None)
         for message in messages:
             self._heard(message)

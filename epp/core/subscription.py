@@ -34,7 +34,7 @@ Asked: TypeAlias = AskReplay | AskSnapshot
 BLOCKS_PER_WORK: Final = 1_024
 """Of the engine, of which one call of `work` takes note: one to two milliseconds."""
 
-_NAMES: Final = {Stored: "stored", Removed: "removed", Cleared: "cleared"}
+_NAMES: Final[dict[type[Event], str]] = {Stored: "stored", Removed: "removed", Cleared: "cleared"}
 
 
 class Subscription:
@@ -62,7 +62,7 @@ class Subscription:
         self.stream = KVEventStream(replays=replays, snapshots=snapshots, now=now)
         self.faults: Counter[Fault] = Counter()
         """Events and payloads that are not known, by their reason."""
-        self._events: dict[type, int] = dict.fromkeys(_NAMES, 0)
+        self._events: dict[type[Event], int] = dict.fromkeys(_NAMES, 0)
         self.unreadable = 0
         """Messages that are none of KV events."""
         self.waiting_bytes = 0

@@ -384,8 +384,7 @@ class Mirror:
     def _follow(self, stored: Stored, start: _Start, tier: _Tier, room: int) -> list[int]:
         """Note each block of the run, which begins at `start`; return the keys that are new."""
         size = stored.block_tokens
-        if size > self.engine_block_tokens:
-            self.engine_block_tokens = size
+        self.engine_block_tokens = max(self.engine_block_tokens, size)
         steps, odd = divmod(size, self.step_tokens)
         even = not (odd or start.rest or stored.extras) and len(stored.hashes) <= room
         new: list[int] = []
@@ -404,7 +403,6 @@ class Mirror:
         blocks = tier.blocks
         before = len(blocks)
         at, per_block = start.steps, self._steps_per_block
-        hold = blocks.setdefault
         for block, key in zip(stored.hashes, hashes, strict=True):
             at += steps
             if at == per_block:

@@ -25,6 +25,7 @@ how far a prompt can go that needs all groups at its end.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Final
 
 import xxhash
@@ -50,9 +51,8 @@ LOOKS_BACK_TO_THE_START: Final = frozenset(
 _LOOKS_BACK_A_WINDOW: Final = frozenset({"sliding_window", "sliding_window_mla"})
 _LOOKS_BACK_ONE: Final = frozenset({"mamba"})
 
-_STEP_BITS: Final = 12
-"""Of an end that is none of our keys: steps behind the last of them."""
-_STEPS_MASK: Final = (1 << _STEP_BITS) - 1
+_KEY_BITS: Final = 64
+_KEY_MASK: Final = (1 << _KEY_BITS) - 1
 _END_BYTES: Final = 10
 """Of an end before the tokens of a tail."""
 _TAIL_TOKENS_MAX: Final = 48
@@ -164,6 +164,7 @@ class Mirror:
         self._named: dict[int, int] = {}
         """Hash of a step -> the engine's hash of the block that ends there; where there are groups."""
         self._steps_per_block: Final = block_tokens // self.step_tokens
+        self._inside: Final = _ends_inside(self._steps_per_block)
         self.tail_blocks: Final = -(-self.step_tokens // _TAIL_TOKENS_MAX)
         """A block that ends inside a step counts as so many, by the memory that its tokens take."""
         self._floating: OrderedDict[int, list[_Floating]] = OrderedDict()
@@ -171,7 +172,8 @@ class Mirror:
         self._floating_at: dict[int, _Floating] = {}
         """The engine's hash of a block -> the run in which it is."""
         self._floating_bytes = 0
-        self._floating_runs = 0
+        self.floating_runs = 0
+        """Whose parent is not known."""
 
     def __len__(self) -> int:
         """Blocks of the engine that are kept, of all tiers and groups; of tails `tail_blocks` each."""
@@ -190,10 +192,6 @@ class Mirror:
         for tier in self.tiers.values():
             taken += len(tier.blocks) + by_tail * len(tier.tails)
         return taken
-
-    @property
-    def floating_runs(self) -> int:
-        return self._floating_runs
 
     @property
     def copies(self) -> int:
@@ -402,7 +400,7 @@ class Mirror:
         hashes = chain[steps - 1 :: steps] if steps > 1 else chain
         blocks = tier.blocks
         before = len(blocks)
-        at, per_block = start.steps, self._steps_per_block
+        at, per_block, inside = start.steps, self._steps_per_block, self._inside
         for block, key in zip(stored.hashes, hashes, strict=True):
             at += steps
             if at == per_block:
@@ -411,7 +409,7 @@ class Mirror:
                 self._once_more(block, tier)
                 continue
             if at:
-                blocks[block] = ~(key << _STEP_BITS | at)
+                blocks[block] = inside[at] - key
             else:
                 blocks[block] = key
                 new.append(key)
@@ -547,9 +545,9 @@ class Mirror:
         self._floating.setdefault(stored.parent, []).append(run)
         at.update(dict.fromkeys(stored.hashes, run))
         self._floating_bytes += len(stored.tokens)
-        self._floating_runs += 1
+        self.floating_runs += 1
         while (
-            self._floating_runs > FLOATING_RUNS_MAX
+            self.floating_runs > FLOATING_RUNS_MAX
             or self._floating_bytes > FLOATING_BYTES_MAX
             or len(at) > FLOATING_BLOCKS_MAX
         ):
@@ -561,7 +559,7 @@ class Mirror:
         """What is left of a run that floats no more."""
         stored = run.stored
         self._floating_bytes -= len(stored.tokens)
-        self._floating_runs -= 1
+        self.floating_runs -= 1
         count = run.count
         for block in stored.hashes[:count]:
             self._floating_at.pop(block, None)
@@ -632,12 +630,18 @@ class Mirror:
 
 def _end(step: int, steps: int) -> int:
     """Of a block that ends with the hash `step`, `steps` behind the last of our keys: a key itself."""
-    return ~(step << _STEP_BITS | steps) if steps else step
+    return -(steps << _KEY_BITS | step) if steps else step
 
 
 def _step_of(end: int) -> tuple[int, int]:
     """What `_end` was made of."""
-    return (end, 0) if end >= 0 else (~end >> _STEP_BITS, ~end & _STEPS_MASK)
+    return (end, 0) if end >= 0 else (-end & _KEY_MASK, -end >> _KEY_BITS)
+
+
+@lru_cache(maxsize=16)
+def _ends_inside(steps_per_block: int) -> tuple[int, ...]:
+    """By the steps behind a key: less the hash of a step it is the `_end` there."""
+    return tuple(-(steps << _KEY_BITS) for steps in range(steps_per_block))
 
 
 def _begins(stored: Stored, behind: int, step_bytes: int) -> dict[int, list[tuple[int, str]]]:

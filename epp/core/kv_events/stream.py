@@ -160,7 +160,7 @@ class KVEventStream:
             return StreamState.STALE
         if not self._connected:
             return StreamState.CONNECTING if self._last is None else StreamState.LIVE
-        if self._waits:
+        if self._asked is not None or self._snapshot_asked:
             return StreamState.REPLAYING
         return StreamState.LIVE
 
@@ -207,8 +207,8 @@ class KVEventStream:
         frame = _Frame(sequence, payload)
         if self._waits:
             self._hold(frame, now)
-            return
-        self._take(frame, now)
+        else:
+            self._take(frame, now)
 
     def replayed(self, sequence: int, payload: bytes, now: Seconds) -> None:
         """A frame that was asked for came; one that nobody waits for does nothing."""
@@ -335,7 +335,9 @@ class KVEventStream:
     def _take(self, frame: _Frame, now: Seconds) -> None:
         """A frame while nothing is waited for."""
         sequence, last = frame.sequence, self._last
-        if last is None:
+        if last is not None and sequence == last + 1:
+            self._apply(frame)
+        elif last is None:
             if sequence == 0:
                 self._apply(frame)
             elif self._may_replay(now):
@@ -344,9 +346,7 @@ class KVEventStream:
             else:
                 self.complete = False
                 self._apply(frame)
-        elif sequence == last + 1:
-            self._apply(frame)
-        elif sequence > last + 1:
+        elif sequence > last:
             self._miss(frame, now)
         elif _digest(frame) in self._recent:
             self.counts.duplicates += 1

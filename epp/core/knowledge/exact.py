@@ -41,7 +41,11 @@ from msgspec import Struct
 from epp.core.abilities import Abilities, Origin
 from epp.core.duration import Duration
 from epp.core.knowledge.candidates import Affinity, Floats, Ints
-from epp.core.knowledge.exact_parameters import ROW_BYTES, PrecisePrefixCacheParameters
+from epp.core.knowledge.exact_parameters import (
+    NUMBER_BYTES,
+    ROW_BYTES,
+    PrecisePrefixCacheParameters,
+)
 from epp.core.knowledge.index import (
     EXACT,
     HOST_BLOCKS,
@@ -131,7 +135,7 @@ class ExactStatistics(Struct):
 class _Place:
     """The rows of one mirror: they carry its bit."""
 
-    __slots__ = ("bit", "mirror", "number", "rank", "rows", "slot")
+    __slots__ = ("bit", "ends", "mirror", "number", "rank", "rows", "slot")
 
     def __init__(self, number: int, slot: int, rank: int, mirror: Mirror) -> None:
         self.number = number
@@ -140,7 +144,7 @@ class _Place:
         """-1: it is forgotten."""
         self.rank = rank
         self.mirror = mirror
-        self.rows = 0
+        self.rows, self.ends = 0, 0
         """Of `mirror`, when they were counted last."""
 
 
@@ -246,8 +250,8 @@ class ExactIndex:
         self._forgotten: list[_Place] = []
         self._counted = 0
         """The bits of the places whose streams count."""
-        self._rows = 0
-        """Of blocks of the engines, in all mirrors."""
+        self._rows, self._ends = 0, 0
+        """Of all mirrors, as `Mirror.taken` has them."""
         self._known_spare = 0
         """What is left of `_spare`, since that was worked out last."""
         self._memory_share = 1.0
@@ -356,8 +360,10 @@ class ExactIndex:
     def bytes_estimated(self) -> int:
         """Process memory of the index, from measured constants."""
         keys = sum(map(len, self._tiers.values()))
-        recent_bytes = self._recent.bytes_estimated + self._placed.bytes_estimated
-        return (keys + self._rows) * ROW_BYTES + recent_bytes
+        # Of each key one mirror has the number that its row has.
+        others = max(0, self._ends - keys)
+        told_bytes = (keys + self._rows) * ROW_BYTES + others * NUMBER_BYTES
+        return told_bytes + self._recent.bytes_estimated + self._placed.bytes_estimated
 
     def mirror_of(self, slot: int, rank: int = 0) -> Mirror | None:
         """What the engine in `slot` told of `rank`; None: nothing."""
@@ -999,9 +1005,10 @@ class ExactIndex:
 
     def _count_rows(self, place: _Place) -> None:
         """Of `place`, as its mirror has them now."""
-        rows = place.mirror.rows
+        rows, ends = place.mirror.taken()
         self._rows += rows - place.rows
-        place.rows = rows
+        self._ends += ends - place.ends
+        place.rows, place.ends = rows, ends
 
     @property
     def _spare(self) -> int:

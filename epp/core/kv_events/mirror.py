@@ -102,7 +102,7 @@ class _Floating(Struct, gc=False):
 class _Tier:
     """The blocks of one tier, by the engine's hashes."""
 
-    __slots__ = ("blocks", "copies", "more", "tails")
+    __slots__ = ("blocks", "copies", "more", "more_keys", "tails")
 
     def __init__(self) -> None:
         self.blocks: dict[int, int] = {}
@@ -113,6 +113,8 @@ class _Tier:
         and the tokens behind that step."""
         self.more: dict[int, tuple[int, ...]] = {}
         """Of a block within which some of ours end -> their keys."""
+        self.more_keys = 0
+        """In all of `more`."""
         self.copies: dict[int, int] = {}
         """Of a block that is there more than once -> how often."""
 
@@ -177,21 +179,25 @@ class Mirror:
 
     def __len__(self) -> int:
         """Blocks of the engine that are kept, of all tiers and groups; of tails `tail_blocks` each."""
-        return self._taken(self.tail_blocks)
-
-    @property
-    def rows(self) -> int:
-        """The same in rows of the memory plan: a block of a tail takes one more, for its tokens."""
-        return self._taken(2 * self.tail_blocks)
-
-    def _taken(self, by_tail: int) -> int:
-        if len(self.tiers) == 1 and not self.groups:
-            device = self.tiers[DEVICE]
-            return len(device.blocks) + by_tail * len(device.tails)
         taken = sum(len(group.held) for group in self.groups.values())
         for tier in self.tiers.values():
-            taken += len(tier.blocks) + by_tail * len(tier.tails)
+            taken += len(tier.blocks) + self.tail_blocks * len(tier.tails)
         return taken
+
+    def taken(self) -> tuple[int, int]:
+        """Rows of the memory plan, and numbers that are kept of where blocks end.
+
+        A block of a tail takes a row more than it counts in `len`, for its tokens, as does one within
+        which keys of ours end.
+        """
+        rows = ends = 0
+        for tier in self.tiers.values():
+            blocks = len(tier.blocks)
+            rows += blocks + 2 * self.tail_blocks * len(tier.tails) + len(tier.more)
+            ends += blocks + tier.more_keys
+        if self.groups:
+            rows += sum(len(group.held) for group in self.groups.values())
+        return rows, ends
 
     @property
     def copies(self) -> int:
@@ -464,6 +470,7 @@ class Mirror:
                     self._named[key] = block
             if ended:
                 tier.more[block] = tuple(ended)
+                tier.more_keys += len(ended)
         self.counts.stored += kept
 
     def _store_hashes(self, stored: Stored, tier: _Tier, changes: list[Changed], room: int) -> None:
@@ -486,6 +493,7 @@ class Mirror:
             more = other.more.get(block)
             if more:
                 tier.more[block] = more
+                tier.more_keys += len(more)
                 keys += more
             if end is not None:
                 tier.blocks[block] = end
@@ -529,7 +537,9 @@ class Mirror:
         if tier.copies:
             tier.copies.pop(block, None)
         if tier.more:
-            gone += tier.more.pop(block, ())
+            more = tier.more.pop(block, ())
+            tier.more_keys -= len(more)
+            gone += more
         if end is not None and self._named:
             self._named.pop(_step_of(end)[0], None)
 

@@ -71,6 +71,8 @@ SWEPT_MAX: Final = 8_192
 """Blocks of mirrors that are forgotten, taken out in one call."""
 SWEPT_AT_ONCE_MAX: Final = 1_024
 """Of a mirror that has no more, all are taken out when it is forgotten."""
+KNOWN_SPARE_MAX: Final = 4_096
+"""Blocks that are noted before it is looked again how much memory is left: some 100 messages."""
 GIVEN_UP_SHARE: Final = 64
 """Whoever gives up blocks for others gives up at least one in so many."""
 RECENT_BYTES_MAX: Final = 16 * 1024 * 1024
@@ -599,8 +601,6 @@ class ExactIndex:
             self._give_up(min(SWEPT_MAX, above))
         self._recent.expire(now)
         self._placed.expire(now)
-        # What was decided since takes its part too.
-        self._known_spare = 0
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
         """The engine in `slot` has so many blocks: it cannot hold more."""
@@ -1021,7 +1021,7 @@ class ExactIndex:
         return self._memory_max_bytes // (2 * ROW_BYTES) // max(1, self._ranks)
 
     def _room(self, stored: Stored, place: _Place) -> int:
-        """How many blocks the mirror of `place` may keep more; so many that `stored` has, if any do."""
+        """How many blocks the mirror of `place` may keep more: as many as `stored` has, where that fits."""
         mirror = place.mirror
         wanted = mirror.tail_blocks * len(stored.hashes)
         # Runs that waited for this one are stored with it.
@@ -1034,7 +1034,7 @@ class ExactIndex:
                 free = self._spare
             self._known_spare = max(0, free)
         room = self._known_spare
-        self._known_spare = 0 if floating else room - min(room, wanted)
+        self._known_spare = 0 if floating else min(max(0, room - wanted), KNOWN_SPARE_MAX)
         return room
 
     def _give_up(self, blocks: int) -> None:

@@ -12,7 +12,12 @@ import pytest
 
 from epp.core.duration import Duration
 from epp.core.knowledge import exact as module
-from epp.core.knowledge.exact import LATE_S_MAX, SOUGHT_MAX, ExactIndexSettings
+from epp.core.knowledge.exact import (
+    KNOWN_SPARE_MAX,
+    LATE_S_MAX,
+    SOUGHT_MAX,
+    ExactIndexSettings,
+)
 from epp.core.knowledge.exact_parameters import (
     ROW_BYTES,
     IndexerConfig,
@@ -656,6 +661,18 @@ def test_an_engine_with_small_pages_stays_within_its_memory():
     for _ in range(8):
         index.expire(0.0)
     assert index.bytes_estimated == index.entries == 0
+
+
+def test_blocks_of_many_keys_are_noted_for_little_more_than_the_memory_there_is():
+    """What is left is not worked out for each message; one of these blocks takes six rows, not two."""
+    limit = 2 * ROW_BYTES * 20_000
+    index = opened(16, memory_max_bytes=limit)
+    dice = Random(9)
+    for first in range(0, 30_000, 500):
+        tokens = packed([dice.getrandbits(17) for _ in range(500 * 64)])
+        index.hear(0, [Stored([*range(first, first + 500)], None, tokens, 64)], 0.0)
+    assert index.bytes_estimated <= limit + 6 * ROW_BYTES * KNOWN_SPARE_MAX
+    assert index.match(asked(TOKENS), SLOTS, 0.0).columns[EXACT].tolist()[0] == 0.0
 
 
 def test_a_prompt_that_is_told_in_small_pages_is_awaited_as_any_other():

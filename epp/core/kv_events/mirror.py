@@ -25,7 +25,6 @@ how far a prompt can go that needs all groups at its end.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from typing import Final
 
 import xxhash
@@ -106,7 +105,7 @@ class _Tier:
 
     def __init__(self) -> None:
         self.blocks: dict[int, int] = {}
-        """Of a block -> its end: the key of ours with which it ends, the very object of the index, or
+        """Of a block -> its end: the key of ours with which it ends, the very object of the index, or,
         of one that ends inside of ours what `_end` makes, below 0."""
         self.tails: dict[int, bytes] = {}
         """Of one that ends inside a step -> hash of the step before, steps since the last of our keys,
@@ -166,7 +165,8 @@ class Mirror:
         self._named: dict[int, int] = {}
         """Hash of a step -> the engine's hash of the block that ends there; where there are groups."""
         self._steps_per_block: Final = block_tokens // self.step_tokens
-        self._inside: Final = _ends_inside(self._steps_per_block)
+        self._inside: Final = [-(steps << _KEY_BITS) for steps in range(self._steps_per_block)]
+        """By the steps behind a key: less the hash of a step it is the `_end` there."""
         self.tail_blocks: Final = -(-self.step_tokens // _TAIL_TOKENS_MAX)
         """A block that ends inside a step counts as so many, by the memory that its tokens take."""
         self._floating: OrderedDict[int, list[_Floating]] = OrderedDict()
@@ -646,12 +646,6 @@ def _end(step: int, steps: int) -> int:
 def _step_of(end: int) -> tuple[int, int]:
     """What `_end` was made of."""
     return (end, 0) if end >= 0 else (-end & _KEY_MASK, -end >> _KEY_BITS)
-
-
-@lru_cache(maxsize=16)
-def _ends_inside(steps_per_block: int) -> tuple[int, ...]:
-    """By the steps behind a key: less the hash of a step it is the `_end` there."""
-    return tuple(-(steps << _KEY_BITS) for steps in range(steps_per_block))
 
 
 def _begins(stored: Stored, behind: int, step_bytes: int) -> dict[int, list[tuple[int, str]]]:

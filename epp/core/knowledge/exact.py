@@ -137,7 +137,7 @@ class ExactStatistics(Struct):
 class _Place:
     """The rows of one mirror: they carry its bit."""
 
-    __slots__ = ("bit", "ends", "mirror", "number", "rank", "rows", "slot")
+    __slots__ = ("bit", "mirror", "mirror_numbers", "mirror_rows", "number", "rank", "slot")
 
     def __init__(self, number: int, slot: int, rank: int, mirror: Mirror) -> None:
         self.number = number
@@ -146,8 +146,8 @@ class _Place:
         """-1: it is forgotten."""
         self.rank = rank
         self.mirror = mirror
-        self.rows, self.ends = 0, 0
-        """Of `mirror`, when they were counted last."""
+        self.mirror_rows, self.mirror_numbers = 0, 0
+        """When they were counted last."""
 
 
 class _Rank:
@@ -252,8 +252,8 @@ class ExactIndex:
         self._forgotten: list[_Place] = []
         self._counted = 0
         """The bits of the places whose streams count."""
-        self._rows, self._ends = 0, 0
-        """Of all mirrors, as `Mirror.taken` has them."""
+        self._mirror_rows, self._mirror_numbers = 0, 0
+        """Of all mirrors."""
         self._known_spare = 0
         """What is left of `_spare`, since that was worked out last."""
         self._memory_share = 1.0
@@ -363,8 +363,8 @@ class ExactIndex:
         """Process memory of the index, from measured constants."""
         keys = sum(map(len, self._tiers.values()))
         # Of each key one mirror has the number that its row has.
-        others = max(0, self._ends - keys)
-        told_bytes = (keys + self._rows) * ROW_BYTES + others * NUMBER_BYTES
+        others = max(0, self._mirror_numbers - keys)
+        told_bytes = (keys + self._mirror_rows) * ROW_BYTES + others * NUMBER_BYTES
         return told_bytes + self._recent.bytes_estimated + self._placed.bytes_estimated
 
     def mirror_of(self, slot: int, rank: int = 0) -> Mirror | None:
@@ -1005,10 +1005,10 @@ class ExactIndex:
 
     def _count_rows(self, place: _Place) -> None:
         """Of `place`, as its mirror has them now."""
-        rows, ends = place.mirror.taken()
-        self._rows += rows - place.rows
-        self._ends += ends - place.ends
-        place.rows, place.ends = rows, ends
+        rows, numbers = place.mirror.rows, place.mirror.numbers
+        self._mirror_rows += rows - place.mirror_rows
+        self._mirror_numbers += numbers - place.mirror_numbers
+        place.mirror_rows, place.mirror_numbers = rows, numbers
 
     @property
     def _spare(self) -> int:

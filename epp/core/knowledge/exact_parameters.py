@@ -20,9 +20,8 @@ UNLISTED_WEIGHT: Final = 0.5
 """Of a tier that is neither the device nor listed."""
 
 ROW_BYTES: Final = 92
-"""Of a key, with who holds it; of a block of the engine; of the tokens that are kept of one that ends
-inside a step; and of the list of keys that end within one. What a process grows by in CPython 3.11, in
-the mean of how full its tables are."""
+"""Of a key, with who holds it; of a block of the engine; and of the tokens that are kept of one that ends
+inside a step. What a process grows by in CPython 3.11, in the mean of how full its tables are."""
 NUMBER_BYTES: Final = 48
 """Of a number with which a block of the engine ends, or of ours within it, that is not the key of a row."""
 _BYTES: Final = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) *([KMGT]?)(I?)B?", re.IGNORECASE)

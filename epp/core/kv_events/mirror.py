@@ -179,25 +179,28 @@ class Mirror:
 
     def __len__(self) -> int:
         """Blocks of the engine that are kept, of all tiers and groups; of tails `tail_blocks` each."""
+        return self._taken(self.tail_blocks)
+
+    @property
+    def rows(self) -> int:
+        """The same in rows of the memory plan: a block of a tail takes one more, for its tokens."""
+        return self._taken(2 * self.tail_blocks)
+
+    def _taken(self, by_tail: int) -> int:
+        if len(self.tiers) == 1 and not self.groups:
+            device = self.tiers[DEVICE]
+            return len(device.blocks) + by_tail * len(device.tails)
         taken = sum(len(group.held) for group in self.groups.values())
         for tier in self.tiers.values():
-            taken += len(tier.blocks) + self.tail_blocks * len(tier.tails)
+            taken += len(tier.blocks) + by_tail * len(tier.tails)
         return taken
 
-    def taken(self) -> tuple[int, int]:
-        """Rows of the memory plan, and numbers that are kept of where blocks end.
-
-        A block of a tail takes a row more than it counts in `len`, for its tokens, as does one within
-        which keys of ours end.
-        """
-        rows = ends = 0
-        for tier in self.tiers.values():
-            blocks = len(tier.blocks)
-            rows += blocks + 2 * self.tail_blocks * len(tier.tails) + len(tier.more)
-            ends += blocks + tier.more_keys
-        if self.groups:
-            rows += sum(len(group.held) for group in self.groups.values())
-        return rows, ends
+    @property
+    def numbers(self) -> int:
+        """That are kept of where blocks end, and of keys that end within; a list of these is two."""
+        return sum(
+            len(tier.blocks) + 2 * len(tier.more) + tier.more_keys for tier in self.tiers.values()
+        )
 
     @property
     def copies(self) -> int:
@@ -378,7 +381,7 @@ class Mirror:
         for tier in self.tiers.values():
             end = tier.blocks.get(parent)
             if end is not None:
-                return _Start(end, 0) if end >= 0 else _Start(*_step_of(end))
+                return _Start(*_step_of(end))
             tail = tier.tails.get(parent)
             if tail is not None:
                 end = int.from_bytes(tail[:_END_BYTES], "little", signed=True)

@@ -160,7 +160,7 @@ class KVEventStream:
             return StreamState.STALE
         if not self._connected:
             return StreamState.CONNECTING if self._last is None else StreamState.LIVE
-        if self._asked is not None or self._snapshot_asked:
+        if self._waits:
             return StreamState.REPLAYING
         return StreamState.LIVE
 

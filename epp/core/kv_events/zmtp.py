@@ -61,11 +61,6 @@ class ZmtpConnection:
         self._parts: list[bytes] = []
         self._parts_bytes = 0
 
-    @property
-    def speaks(self) -> bool:
-        """There is something to send."""
-        return bool(self._outgoing)
-
     def to_send(self) -> bytes:
         """What is to be sent now, once."""
         if not self._outgoing:

@@ -75,15 +75,13 @@ class ZmtpLines(asyncio.Protocol):
             self.end("closed the connection")
 
     def data_received(self, data: bytes) -> None:
-        zmtp = self.zmtp
         try:
-            messages = zmtp.feed(data)
+            messages = self.zmtp.feed(data)
         except ZmtpError as error:
             self.end(str(error))
             return
-        if zmtp.speaks:
-            self.flush()
-        if zmtp.ready and not self.ready.done():
+        self.flush()
+        if self.zmtp.ready and not self.ready.done():
             self.ready.set_result(None)
         for message in messages:
             self._heard(message)

@@ -7,21 +7,16 @@ not used before.
 import gc
 import json
 import sys
-from pathlib import Path
 from random import Random
 
 import msgspec
 
+from bench.index import resident_bytes
 from epp.core.kv_events.payload import Stored
 from tests.core.knowledge.test_exact import opened
 
-PAGE_BYTES = 4_096
 BLOCKS = 9_600
 IN_A_ROW = 64
-
-
-def resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
 
 
 def fill(index, slot, dice, size):

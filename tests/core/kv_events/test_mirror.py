@@ -306,7 +306,7 @@ def test_a_prompt_goes_on_inside_a_step_from_another_tier():
     assert followed.keys() == {*keys_of(TOKENS[:96], 16)[4:]}
     followed.take(Removed(pages, "cpu"), Removed([*range(900, 924)]))
     assert not len(followed.mirror)
-    assert not followed.mirror.taken()[0]
+    assert not followed.mirror.rows
 
 
 def test_a_copy_of_a_page_inside_a_step_is_one_of_it():
@@ -416,12 +416,12 @@ def test_what_is_inside_a_step_is_given_up_before_anything_else():
     mirror = followed.mirror
     changes = []
     assert len(mirror) == 80 + 80 + 8
-    assert mirror.taken()[0] == len(mirror) + 75 + 75 + 4
+    assert mirror.rows == len(mirror) + 75 + 75 + 4
     assert mirror.give_up(75 + 75 + 4, changes) == 154
     assert changes == []
-    assert mirror.taken()[0] == len(mirror) == 5 + 5 + 4
+    assert mirror.rows == len(mirror) == 5 + 5 + 4
     assert mirror.give_up(1_000, changes) == 14
-    assert mirror.taken()[0] == len(mirror) == 0
+    assert mirror.rows == len(mirror) == 0
     assert {changed.tier: {*changed.keys} for changed in changes} == {
         "gpu": {*keys_of(TOKENS[:80], 16)},
         "cpu": {*keys_of(TOKENS[:80], 16)},
@@ -520,12 +520,12 @@ def test_whatever_pages_an_engine_tells_no_more_rows_are_kept_than_there_is_room
         followed.take(run(tokens, size, first=first, parent=parent))
         known.append(first + length // 2)
         assert len(mirror) <= followed.rows_max
-        assert mirror.taken()[0] <= 3 * followed.rows_max
+        assert mirror.rows <= 2 * followed.rows_max
     assert mirror.cut
     blocks = [*range(100_000)]
     dice.shuffle(blocks)
     followed.take(Removed(blocks))
-    assert len(mirror) == mirror.taken()[0] == 0
+    assert len(mirror) == mirror.rows == 0
     assert not any(followed.held.values())
     assert not mirror._floating_at
 

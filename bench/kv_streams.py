@@ -53,6 +53,10 @@ QUIET_S: Final = 4.0
 BLOCK_TOKENS: Final = 16
 BLOCKS: Final = 13
 """That a message stores, and removes."""
+FILLED: Final = KEPT_BLOCKS // BLOCKS + 1
+"""Messages of an engine, until it is full."""
+MESSAGES: Final = int(MEASURED_S * CHANGES_PER_S / (2 * BLOCKS))
+"""Of an engine, each time."""
 ASKED_EVERY_S: Final = 0.005
 READY_S_MAX: Final = 240.0
 TIMES: Final = 2
@@ -104,9 +108,7 @@ def _itself(publisher: _Publisher) -> _Publisher:
 
 async def _publish(port: int, told: Connection, sent_messages: "Synchronized[int]") -> None:
     loop = asyncio.get_running_loop()
-    filled = KEPT_BLOCKS // BLOCKS + 1
-    each = int(MEASURED_S * CHANGES_PER_S / (2 * BLOCKS))
-    streams = [_messages(number, filled + TIMES * each) for number in range(ENGINES)]
+    streams = [_messages(number, FILLED + TIMES * MESSAGES) for number in range(ENGINES)]
     publishers = [_Publisher() for _ in range(ENGINES)]
     for host, publisher in zip(hosts(), publishers, strict=True):
         await loop.create_server(partial(_itself, publisher), host, port)
@@ -119,15 +121,15 @@ async def _publish(port: int, told: Connection, sent_messages: "Synchronized[int
 
     # The picker hears all by the time it says so.
     await asyncio.to_thread(told.recv)
-    for at in range(filled):
+    for at in range(FILLED):
         for number in range(ENGINES):
             send(number, at)
         await asyncio.sleep(0.05)
-    for first in range(filled, filled + TIMES * each, each):
+    for first in range(FILLED, FILLED + TIMES * MESSAGES, MESSAGES):
         await asyncio.to_thread(told.recv)
         began_s = loop.time()
-        for sent in range(each * ENGINES):
-            due_s = began_s + sent * MEASURED_S / (each * ENGINES)
+        for sent in range(MESSAGES * ENGINES):
+            due_s = began_s + sent * MEASURED_S / (MESSAGES * ENGINES)
             if due_s > loop.time():
                 await asyncio.sleep(due_s - loop.time())
             turn, number = divmod(sent, ENGINES)
@@ -261,10 +263,9 @@ async def _hear(
 
     await _until(lambda: all(row.state is StreamState.LIVE for row in listener.rows()))
     engines.send("fill")
-    filled = KEPT_BLOCKS // BLOCKS + 1
-    before = len(pool) * (2 * filled * BLOCKS - KEPT_BLOCKS)
+    before = len(pool) * (2 * FILLED * BLOCKS - KEPT_BLOCKS)
     await _until(lambda: blocks() >= before)
-    said = len(pool) * int(MEASURED_S * CHANGES_PER_S / (2 * BLOCKS)) * 2 * BLOCKS
+    said = len(pool) * MESSAGES * 2 * BLOCKS
 
     async def rows(what: str) -> list[tuple[str, str]]:
         quiet = await _measure(blocks, QUIET_S)

@@ -13,10 +13,10 @@ from enum import StrEnum
 from typing import Any, Final
 
 from aiohttp import web
-from msgspec.structs import fields, replace
+from msgspec.structs import replace
 
 from sim.engine.engine import EngineSettings
-from sim.engine.profiles import DEFAULT_PROFILE, Profile, find_profile
+from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.pods.pods import Pod, PodSettings
 from sim.pods.server import PodServer
 
@@ -64,7 +64,6 @@ class FaultyPod:
         )
         settings = PodSettings(profile=profile, engine=engine, model=profile.model)
         self.pod = Pod(f"pod-{port}", settings)
-        self._profile = profile
         self._fault = Fault.NONE
 
     def application(self) -> web.Application:
@@ -76,8 +75,7 @@ class FaultyPod:
 
     async def _change(self, request: web.Request) -> web.Response:
         fault = self._fault = Fault(request.match_info["name"])
-        for rank in self.pod.engines.ranks:
-            rank.profile = slower(self._profile, _FACTORS.get(fault, 1.0))
+        self.pod.engines.slowness = _FACTORS.get(fault, 1.0)
         limit = FULL_REQUESTS if fault is Fault.FULL else 0
         self.pod.settings = replace(self.pod.settings, max_num_queued_reqs=limit)
         return web.Response()
@@ -103,20 +101,6 @@ class FaultyPod:
             return await handler(request)
 
         return misbehave
-
-
-def slower(profile: Profile, factor: float) -> Profile:
-    """The same model on a GPU on which every step takes `factor` times as long."""
-    times: dict[str, Any] = {}
-    for field in fields(profile):
-        if not re.search(r"_s(_per_|$)", field.name):
-            continue
-        value = getattr(profile, field.name)
-        scaled = (
-            tuple(factor * one for one in value) if isinstance(value, tuple) else factor * value
-        )
-        times[field.name] = scaled
-    return replace(profile, **times)
 
 
 async def _serve(port: int) -> None:

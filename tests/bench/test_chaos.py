@@ -4,14 +4,14 @@ import re
 
 import pytest
 import yaml
+from aiohttp.test_utils import TestClient, TestServer
 
 from bench.chaos.__main__ import MARKS, Row, as_markdown, bare_gateway, play, write_between_marks
 from bench.chaos.faults import CASES
 from bench.chaos.load import NO_ANSWER, Traffic
-from bench.chaos.pods import slower
+from bench.chaos.pods import CRAWL, SLOWNESS, FaultyPod
 from epp.shell.gateway.bootstrap import BootstrapOptions, render
-from sim.engine.engine import StepWork
-from sim.engine.profiles import DEFAULT_PROFILE, find_profile
+from sim.engine.request import EngineRequest
 from tests.envoy.rig import ENVOY
 
 POD = CASES["pod-fails-fast"]
@@ -75,16 +75,28 @@ def test_the_table_goes_between_its_marks_only():
         write_between_marks("nothing", "| new |")
 
 
-def test_a_slow_engine_takes_as_many_times_as_long():
-    """Each part of a step grows by the factor, for prefill and decoding alike."""
-    profile = find_profile(DEFAULT_PROFILE)
-    slow = slower(profile, 3.0)
-    for work in (
-        StepWork(tokens=1000, prefills=1, attention_pairs=500_000.0, sequences=1),
-        StepWork(tokens=10, decodes=10, decode_context_tokens=9_000, sequences=10),
-    ):
-        assert slow.step_s(work) == pytest.approx(3 * profile.step_s(work))
-    assert slow.frontend_delay_s(500) == pytest.approx(3 * profile.frontend_delay_s(500))
+@pytest.mark.parametrize(
+    ("fault", "factor"), [("slow", SLOWNESS), ("lies", SLOWNESS), ("crawls", CRAWL), ("none", 1.0)]
+)
+async def test_each_pass_of_a_slow_pod_takes_as_many_times_as_long(fault, factor):
+    """The factor applies to the engine that serves, for prefill and for decode passes."""
+    faulty = FaultyPod(port=0)
+    (engine,) = faulty.pod.engines.ranks
+    healthy_s = passes_s(engine, "before", range(62))
+    async with TestClient(TestServer(faulty.application())) as client:
+        response = await client.post(f"/fault/{fault}")
+        assert response.status == 200
+    slow_s = passes_s(engine, "after", range(100, 162))
+    assert slow_s == pytest.approx([factor * one for one in healthy_s])
+
+
+def passes_s(engine, name, chain):
+    """Return the durations of one prefill pass and two decode passes of a request.
+
+    `chain` holds the keys of its blocks; keys that no other request has are not cached.
+    """
+    engine.submit(EngineRequest(name, prompt_tokens=1000, output_tokens=3, chain=chain), 0.0)
+    return [engine.step(0.0).duration_s for _ in range(3)]
 
 
 def test_the_bare_gateway_has_nothing_of_ours_against_lost_pickers():

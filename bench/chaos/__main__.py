@@ -4,7 +4,8 @@
 pods, two pickers with the default configuration and the Envoy of `epp envoy-config`, all real
 processes, fresh for each fault. An open loop of ordinary requests, three of four streamed, goes on
 for some seconds without the fault and for S seconds with it; the times to first token of both are
-compared. Exit code 1 if a request is lost by a fault of which none should be.
+compared. Exit code 1 if a request is lost by a fault that should lose none, and, without a table,
+if a fault has no effect at the part that it should break.
 """
 
 import argparse
@@ -26,7 +27,9 @@ from rich.progress import track
 from bench.chaos.faults import CASES, Case, NotPlayedError
 from bench.chaos.load import LIGHT, Asked, Load, Traffic
 from bench.chaos.stage import PODS, Edit, Routed, Stage, staged
+from bench.effect import NoEffectError
 from bench.termination import end_in_order
+from epp.core.types import Seconds
 
 WARM_S: Final = 3.0
 BEFORE_S: Final = 8.0
@@ -73,7 +76,7 @@ class Row(Struct, kw_only=True):
 async def play(
     name: str, *, seconds: float, traffic: Traffic, seed: int, edit: Edit | None = None
 ) -> Row:
-    """One fault on a stage of its own."""
+    """Play one fault on a stage of its own. Raise `NoEffectError` if the fault has no effect."""
     case = CASES[name]
     port_index = Random(f"{seed}:pod").randrange(PODS)
     with tempfile.TemporaryDirectory(prefix="homing-chaos-") as folder:
@@ -91,14 +94,16 @@ async def play(
             ):
                 port = stage.pods.ports[port_index]
                 load = Load(stage.gateway, traffic, seed)
-                async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(load.run())
+                effect = setting.effect(stage, port)
+                async with load.running():
                     await asyncio.sleep(WARM_S)
                     before_at = time.monotonic()
-                    await asyncio.sleep(BEFORE_S)
+                    await effect.before()
+                    await _until(before_at + BEFORE_S)
                     async with setting.happen(stage, port):
                         began_at = time.monotonic()
-                        await asyncio.sleep(max(seconds, case.seconds_min))
+                        await effect.during()
+                        await _until(began_at + max(seconds, case.seconds_min))
                         load.stop()
                         await load.ended()
         except NotPlayedError as reason:
@@ -116,6 +121,10 @@ async def play(
             ttft_before_s=_ttfts_s(before),
             ttft_during_s=_ttfts_s(during),
         )
+
+
+async def _until(at: Seconds) -> None:
+    await asyncio.sleep(max(0.0, at - time.monotonic()))
 
 
 def _share_of(port: int, stage: Stage, during: Sequence[Asked], began_at: float) -> float:
@@ -208,20 +217,20 @@ def main(arguments: Sequence[str]) -> int:
     end_in_order()
     console = Console(stderr=True)
     rows = []
+    traffic = structs.replace(LIGHT if options.light else Traffic(), rate_per_s=options.rate_per_s)
     for name in track(names, "Breaking things", console=console):
-        rows.append(
-            asyncio.run(
-                play(
-                    name,
-                    seconds=options.seconds,
-                    traffic=structs.replace(
-                        LIGHT if options.light else Traffic(), rate_per_s=options.rate_per_s
-                    ),
-                    seed=options.seed,
-                    edit=bare_gateway if options.bare_gateway else None,
-                )
-            )
+        playing = play(
+            name,
+            seconds=options.seconds,
+            traffic=traffic,
+            seed=options.seed,
+            edit=bare_gateway if options.bare_gateway else None,
         )
+        try:
+            rows.append(asyncio.run(playing))
+        except NoEffectError as problem:
+            print(f"{name}: {problem}. No figure is written.", file=sys.stderr)
+            return 1
         console.print(" | ".join(cells(rows[-1])), markup=False)
     table = as_markdown(rows)
     print(table)

@@ -14,8 +14,18 @@ import yaml
 from aiohttp import web
 from msgspec import Struct
 
+from bench.chaos.effects import (
+    OF_POD,
+    ClosedPort,
+    Effect,
+    LeavingPicker,
+    PartedPickers,
+    RisingCounter,
+    SilentServer,
+    StoppedProcess,
+)
 from bench.chaos.pods import CRAWL, FAILS_FAST_S, FAILS_SLOWLY_S, FULL_REQUESTS, SLOWNESS, Fault
-from bench.chaos.stage import Stage, own_port
+from bench.chaos.stage import Picker, Stage, own_port
 from bench.place import free_ports
 from sim.demo.arm import Child
 from tests.apiserver import binaries
@@ -40,6 +50,8 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     happen: Callable[[Stage, int], Happening]
     """With the port of the pod that is the bad one; inside, it is broken."""
+    effect: Callable[[Stage, int], Effect]
+    """The proof that it happened, for the same stage and port."""
     flags: Sequence[str] = ()
     environment: Mapping[str, str] = {}
     peers: Callable[[Sequence[int]], Sequence[Sequence[str]]] | None = None
@@ -64,10 +76,11 @@ def _pod(fault: Fault, what: str, *, seconds_min: float = 0.0) -> Case:
         yield
         await stage.tell(port, Fault.NONE)
 
-    return Case(what=what, of_pod=True, seconds_min=seconds_min, set=_alone(happen))
+    setting = _alone(happen, lambda _, port: OF_POD[fault](port))
+    return Case(what=what, of_pod=True, seconds_min=seconds_min, set=setting)
 
 
-def _picker(number: signal.Signals, what: str) -> Case:
+def _picker(number: signal.Signals, what: str, effect: Callable[[Picker], Effect]) -> Case:
     @contextlib.asynccontextmanager
     async def happen(stage: Stage, _: int) -> AsyncIterator[None]:
         stage.pickers[0].signal(number)
@@ -75,17 +88,17 @@ def _picker(number: signal.Signals, what: str) -> Case:
         if number is signal.SIGSTOP:
             stage.pickers[0].signal(signal.SIGCONT)
 
-    return Case(what=what, set=_alone(happen))
+    return Case(what=what, set=_alone(happen, lambda stage, _: effect(stage.pickers[0])))
 
 
 def _alone(
-    happen: Callable[[Stage, int], Happening],
+    happen: Callable[[Stage, int], Happening], effect: Callable[[Stage, int], Effect]
 ) -> Callable[[Path], AbstractAsyncContextManager[Setting]]:
     """A fault that needs nothing."""
 
     @contextlib.asynccontextmanager
     async def setting(_: Path) -> AsyncIterator[Setting]:
-        yield Setting(happen=happen)
+        yield Setting(happen=happen, effect=effect)
 
     return setting
 
@@ -132,7 +145,11 @@ async def _partition(_: Path) -> AsyncIterator[Setting]:
             for way in ways:
                 way.passable.set()
 
-        yield Setting(happen=happen, peers=peers)
+        yield Setting(
+            happen=happen,
+            peers=peers,
+            effect=lambda stage, _: PartedPickers([one.pages for one in stage.pickers]),
+        )
 
 
 class _Way:
@@ -206,7 +223,11 @@ async def _valkey(folder: Path) -> AsyncIterator[Setting]:
             yield
 
         url = f"valkey://127.0.0.1:{port}/0"
-        yield Setting(happen=happen, peers=lambda ports: [["--peer-url", url] for _ in ports])
+        yield Setting(
+            happen=happen,
+            peers=lambda ports: [["--peer-url", url] for _ in ports],
+            effect=lambda *_: ClosedPort("Valkey", port),
+        )
 
 
 @contextlib.asynccontextmanager
@@ -236,7 +257,15 @@ async def _disk(folder: Path) -> AsyncIterator[Setting]:
             )
         return flags
 
-    yield Setting(happen=happen, peers=peers)
+    yield Setting(
+        happen=happen,
+        peers=peers,
+        effect=lambda stage, _: RisingCounter(
+            "files that may not grow",
+            [one.pages for one in stage.pickers],
+            "homing_capture_write_errors_total",
+        ),
+    )
 
 
 @contextlib.asynccontextmanager
@@ -272,6 +301,7 @@ async def _exporter(_: Path) -> AsyncIterator[Setting]:
                 "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}",
                 "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
             },
+            effect=lambda *_: SilentServer(f"http://127.0.0.1:{port}/v1/traces"),
         )
     finally:
         await runner.cleanup()
@@ -303,7 +333,12 @@ async def _api_server(folder: Path) -> AsyncIterator[Setting]:
             yield
 
         kubeconfig = server.kubeconfig(folder / "kubeconfig.yaml")
-        yield Setting(happen=happen, pool=pool, environment={"KUBECONFIG": str(kubeconfig)})
+        yield Setting(
+            happen=happen,
+            pool=pool,
+            environment={"KUBECONFIG": str(kubeconfig)},
+            effect=lambda *_: ClosedPort("API server", server.port),
+        )
     finally:
         server.stop()
 
@@ -315,7 +350,7 @@ def _serve_kinds(server: ApiServer, kinds: Sequence[Path]) -> None:
         server.define(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
-CASES: Final[Mapping[str, Case]] = {
+CASES: Final[dict[str, Case]] = {
     "pod-fails-fast": _pod(
         Fault.FAILS_FAST, f"pod: 500 after {FAILS_FAST_S * 1e3:.0f} ms, page idle and healthy"
     ),
@@ -325,12 +360,24 @@ CASES: Final[Mapping[str, Case]] = {
     "pod-crawls": _pod(Fault.CRAWLS, f"pod: {CRAWL:g} times as slow, for 45 s", seconds_min=45.0),
     "pod-lies": _pod(Fault.LIES, f"pod: {SLOWNESS:g} times as slow, its page says idle"),
     "pod-restarts": Case(
-        what=f"pod: killed every {RESTART_EVERY_S:g} s", of_pod=True, set=_alone(_restarts)
+        what=f"pod: killed every {RESTART_EVERY_S:g} s",
+        of_pod=True,
+        set=_alone(_restarts, lambda _, port: ClosedPort("pod", port)),
     ),
     "pod-full": _pod(Fault.FULL, f"pod: 503 above {FULL_REQUESTS} requests"),
-    "picker-frozen": _picker(signal.SIGSTOP, "picker of two: SIGSTOP"),
-    "picker-killed": _picker(signal.SIGKILL, "picker of two: SIGKILL"),
-    "picker-leaves": _picker(signal.SIGTERM, "picker of two: SIGTERM, as in a rollout"),
+    "picker-frozen": _picker(
+        signal.SIGSTOP, "picker of two: SIGSTOP", lambda picker: StoppedProcess(picker.pid)
+    ),
+    "picker-killed": _picker(
+        signal.SIGKILL,
+        "picker of two: SIGKILL",
+        lambda picker: ClosedPort("picker", picker.metrics_port),
+    ),
+    "picker-leaves": _picker(
+        signal.SIGTERM,
+        "picker of two: SIGTERM, as in a rollout",
+        lambda picker: LeavingPicker(picker.pages),
+    ),
     "pickers-parted": Case(what="pickers: nothing passes between the two", set=_partition),
     "api-server-away": Case(what="API server: killed", set=_api_server),
     "valkey-away": Case(what="Valkey: killed", set=_valkey),

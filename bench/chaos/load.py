@@ -1,8 +1,9 @@
 """An open loop of ordinary requests, and what became of each."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from random import Random
 from typing import Final
 
@@ -69,6 +70,21 @@ class Load:
     async def ended(self) -> None:
         """Wait for the last answer."""
         await self._ended.wait()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Send while the context is open; on exit send nothing more and wait for what is open.
+
+        An exception inside cancels the requests and is raised as it is.
+        """
+        sending = asyncio.create_task(self.run(), name="load")
+        try:
+            yield
+            self.stop()
+            await sending
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
 
     async def run(self) -> None:
         """Send until stopped, then wait for what is open, `ASK_S_MAX` at most."""

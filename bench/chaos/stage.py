@@ -50,6 +50,7 @@ class Picker:
 
     def __init__(self, child: Child, address: str, metrics_port: int) -> None:
         self.address = address
+        self.metrics_port = metrics_port
         self.pages = f"http://127.0.0.1:{metrics_port}"
         self.pid = child.pid
         self.signal = child.signal

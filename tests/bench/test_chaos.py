@@ -1,20 +1,33 @@
 """The chaos table: one short fault of it through all its parts, and what it makes of the figures."""
 
+import asyncio
+import contextlib
 import re
 
 import pytest
 import yaml
 from aiohttp.test_utils import TestClient, TestServer
+from msgspec import structs
 
-from bench.chaos.__main__ import MARKS, Row, as_markdown, bare_gateway, play, write_between_marks
+from bench.chaos.__main__ import (
+    MARKS,
+    Row,
+    as_markdown,
+    bare_gateway,
+    main,
+    play,
+    write_between_marks,
+)
 from bench.chaos.faults import CASES
 from bench.chaos.load import NO_ANSWER, Traffic
 from bench.chaos.pods import CRAWL, SLOWNESS, FaultyPod
+from bench.chaos.stage import PODS
 from epp.shell.gateway.bootstrap import BootstrapOptions, render
 from sim.engine.request import EngineRequest
 from tests.envoy.rig import ENVOY
 
 POD = CASES["pod-fails-fast"]
+SHORT = Traffic(rate_per_s=20, answer_tokens=8, system_words=20, question_words=10)
 
 
 @pytest.mark.envoy
@@ -31,6 +44,45 @@ async def test_a_pod_that_fails_is_seen_by_who_asks():
     assert 0 <= row.bad_share < 1
     assert len(row.ttft_before_s) > 30
     assert 0 < len(row.ttft_during_s) <= row.sent - row.lost["500"]
+
+
+@pytest.mark.envoy
+@pytest.mark.skipif(ENVOY is None, reason="the envoy command is not installed")
+async def test_a_slow_pod_gets_less_and_no_request_is_lost():
+    """Real pods, pickers and Envoy: its effect is proven, and the other pods serve more."""
+    row = await play("pod-slow", seconds=6.0, traffic=SHORT, seed=1)
+    assert row.sent > 30
+    assert not row.lost
+    assert row.bad_share is not None
+    assert row.bad_share < 1 / PODS
+
+
+@pytest.mark.envoy
+@pytest.mark.skipif(ENVOY is None, reason="the envoy command is not installed")
+async def test_a_fault_that_is_replaced_by_nothing_fails_the_run(monkeypatch, capsys, tmp_path):
+    """The run ends with 1, says why in one sentence, prints no table and writes no page."""
+
+    @contextlib.asynccontextmanager
+    async def nothing(*_):
+        yield
+
+    case = CASES["picker-frozen"]
+
+    @contextlib.asynccontextmanager
+    async def harmless(folder):
+        async with case.set(folder) as setting:
+            yield structs.replace(setting, happen=nothing)
+
+    page = tmp_path / "page.md"
+    page.write_text("\n".join(MARKS))
+    monkeypatch.setitem(CASES, "picker-frozen", structs.replace(case, set=harmless))
+    monkeypatch.setattr("bench.chaos.__main__.end_in_order", lambda: None)
+    flags = ["picker-frozen", "--light", "--write", str(page)]
+    assert await asyncio.to_thread(main, flags) == 1
+    told = capsys.readouterr()
+    assert "the fault did not take effect: observed process state 'S'" in told.err
+    assert told.out == ""
+    assert page.read_text() == "\n".join(MARKS)
 
 
 async def test_what_cannot_be_played_says_why(tmp_path, monkeypatch):

@@ -1,0 +1,477 @@
+"""Proofs that the faults of `bench.chaos.faults` happened, each observed at the broken part.
+
+No proof asks the part whether it was told to misbehave. Requests of a proof go straight to the
+part, past picker and gateway, so that they are in no figure of the table.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, Protocol
+
+from aiohttp import ClientError, ClientSession, ClientTimeout
+from msgspec import Struct
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.chaos.pods import (
+    CRAWL,
+    FAILS_FAST_S,
+    FAILS_SLOWLY_S,
+    FULL_REQUESTS,
+    SLOWNESS,
+    Fault,
+)
+from bench.effect import require_effect
+from epp.core.types import Seconds
+from sim.engine.profiles import DEFAULT_PROFILE, find_profile
+
+ASKED_TIMES: Final = 3
+"""Requests of which the fastest is compared: others may wait for the pod's other work."""
+ANSWER_TOKENS: Final = 16
+LONG_ANSWER_TOKENS: Final = 64
+NO_ANSWER_S: Final = 2.0
+"""Time after which a direct request counts as unanswered; a healthy pod needs a tenth of it."""
+OBSERVED_S_MAX: Final = 10.0
+"""Longest wait for an effect that needs time, such as the next write to a disk."""
+QUIET_S: Final = 2.0
+"""Time for which nothing may pass between two pickers; they send several times a second."""
+POLL_S: Final = 0.1
+MODEL: Final = find_profile(DEFAULT_PROFILE).model
+
+
+class Effect(Protocol):
+    """Observes one part before and during its fault.
+
+    `before` is called while the part is healthy, `during` just after the fault was injected.
+    `during` raises `NoEffectError` if the part behaves as before.
+    """
+
+    async def before(self) -> None: ...
+    async def during(self) -> None: ...
+
+
+class Answered(Struct, frozen=True):
+    """The answer to one direct request."""
+
+    status: int
+    """0 if none came within `NO_ANSWER_S`, or the connection was refused."""
+    took_s: Seconds
+
+
+class DirectClient:
+    """Sends completions straight to the pod at `port`, each with a prompt of its own."""
+
+    def __init__(self, port: int) -> None:
+        self.address = f"127.0.0.1:{port}"
+        self._prompts = 0
+
+    async def ask(self, timeout_s: Seconds = OBSERVED_S_MAX) -> Answered:
+        """Send one request and return what came of it; never raises for what the pod does."""
+        began_at = time.monotonic()
+        status = 0
+        try:
+            async with (
+                ClientSession(timeout=ClientTimeout(total=timeout_s)) as session,
+                session.post(self._url, json=self._body(ANSWER_TOKENS)) as response,
+            ):
+                await response.read()
+                status = response.status
+        except (ClientError, TimeoutError):
+            status = 0
+        return Answered(status, time.monotonic() - began_at)
+
+    async def fastest_s(self) -> Seconds:
+        """Return the shortest time of `ASKED_TIMES` requests, one after the other."""
+        return min([(await self.ask()).took_s for _ in range(ASKED_TIMES)])
+
+    async def running_while_asked(self) -> float:
+        """Return the running requests that the pod's page reports while it serves one of ours."""
+        body = self._body(LONG_ANSWER_TOKENS) | {"stream": True}
+        async with (
+            ClientSession(timeout=ClientTimeout(total=OBSERVED_S_MAX)) as session,
+            session.post(self._url, json=body) as response,
+        ):
+            # The first chunk comes when the request runs; the others take half a second.
+            await response.content.readline()
+            return await _metric(session, f"http://{self.address}", "vllm:num_requests_running")
+
+    @property
+    def _url(self) -> str:
+        return f"http://{self.address}/v1/completions"
+
+    def _body(self, answer_tokens: int) -> dict[str, object]:
+        self._prompts += 1
+        return {
+            "model": MODEL,
+            "prompt": f"direct request {self._prompts} to {self.address}",
+            "max_tokens": answer_tokens,
+            "ignore_eos": True,
+        }
+
+
+class FailingPod:
+    """The pod answers a direct request with 500, no sooner than `after_s`."""
+
+    def __init__(self, port: int, after_s: Seconds) -> None:
+        self._client = DirectClient(port)
+        self._after_s = after_s
+
+    async def before(self) -> None:
+        """Require that the healthy pod serves."""
+        await _require_serving(self._client)
+
+    async def during(self) -> None:
+        """Require the failure."""
+        answered = await self._client.ask()
+        require_effect(
+            answered.status == 500 and answered.took_s >= self._after_s,
+            f"failing pod {self._client.address}",
+            observed=f"status {answered.status} after {answered.took_s:.3f} s",
+            expected=f"status 500 after {self._after_s:g} s",
+        )
+
+
+class HangingPod:
+    """The pod accepts a direct request and does not answer it."""
+
+    def __init__(self, port: int) -> None:
+        self._client = DirectClient(port)
+
+    async def before(self) -> None:
+        """Require that the healthy pod serves."""
+        await _require_serving(self._client)
+
+    async def during(self) -> None:
+        """Require that no answer comes within `NO_ANSWER_S`."""
+        answered = await self._client.ask(timeout_s=NO_ANSWER_S)
+        require_effect(
+            answered.status == 0 and answered.took_s >= NO_ANSWER_S,
+            f"hanging pod {self._client.address}",
+            observed=f"status {answered.status} after {answered.took_s:.3f} s",
+            expected=f"no answer within {NO_ANSWER_S:g} s",
+        )
+
+
+class SlowPod:
+    """A direct request takes at least half of `factor` times as long as before."""
+
+    def __init__(self, port: int, factor: float) -> None:
+        self._client = DirectClient(port)
+        self._factor = factor
+        self._before_s: Seconds = 0.0
+
+    async def before(self) -> None:
+        """Measure the healthy pod."""
+        self._before_s = await self._client.fastest_s()
+
+    async def during(self) -> None:
+        """Require that the pod became slower."""
+        took_s = await self._client.fastest_s()
+        require_effect(
+            took_s >= self._factor / 2 * self._before_s,
+            f"slow pod {self._client.address}",
+            observed=f"{took_s:.3f} s for a direct request, {self._before_s:.3f} s before",
+            expected=f"at least {self._factor / 2:g} times as long as before",
+        )
+
+
+class LyingPod:
+    """The pod is slow, and its page reports no running request while one runs."""
+
+    def __init__(self, port: int, factor: float) -> None:
+        self._client = DirectClient(port)
+        self._slow = SlowPod(port, factor)
+
+    async def before(self) -> None:
+        """Require that the page of the healthy pod reports the running request."""
+        await self._slow.before()
+        running = await self._client.running_while_asked()
+        assert running >= 1, f"the healthy page reports {running:g} running requests"
+
+    async def during(self) -> None:
+        """Require that the page differs from the true one."""
+        await self._slow.during()
+        running = await self._client.running_while_asked()
+        require_effect(
+            running == 0,
+            f"lying page of pod {self._client.address}",
+            observed=f"{running:g} running requests on the page while one runs",
+            expected="0 running requests on the page",
+        )
+
+
+class FullPod:
+    """The pod refuses some of `requests` direct requests that are sent at once, with `status`."""
+
+    def __init__(self, port: int, requests: int, status: int) -> None:
+        self._client = DirectClient(port)
+        self._requests = requests
+        self._status = status
+
+    async def before(self) -> None:
+        """Require that the healthy pod refuses none of them."""
+        assert await self._refused() == 0, "the healthy pod refuses direct requests"
+
+    async def during(self) -> None:
+        """Require that it refuses at least one."""
+        require_effect(
+            await self._refused() > 0,
+            f"full pod {self._client.address}",
+            observed=f"none of {self._requests} requests at once answered with {self._status}",
+            expected=f"at least one answered with {self._status}",
+        )
+
+    async def _refused(self) -> int:
+        answers = await asyncio.gather(*(self._client.ask() for _ in range(self._requests)))
+        return sum(one.status == self._status for one in answers)
+
+
+class ClosedPort:
+    """Nothing listens at `port` any more."""
+
+    def __init__(self, what: str, port: int) -> None:
+        self._what = what
+        self._port = port
+
+    async def before(self) -> None:
+        """Require that the healthy part listens."""
+        assert await _listens(self._port), f"the healthy {self._what} does not listen"
+
+    async def during(self) -> None:
+        """Require a refused connection, at the latest after `OBSERVED_S_MAX`."""
+        require_effect(
+            await _within(OBSERVED_S_MAX, lambda: _negated(_listens(self._port))),
+            f"{self._what} at port {self._port}",
+            observed="a connection is accepted",
+            expected="connections are refused",
+        )
+
+
+class StoppedProcess:
+    """The kernel reports the process `pid` as stopped."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    async def before(self) -> None:
+        """Require that it runs."""
+        assert not is_stopped(self._pid), f"the healthy process {self._pid} is stopped"
+
+    async def during(self) -> None:
+        """Require that it is stopped, at the latest after `NO_ANSWER_S`."""
+
+        async def stopped() -> bool:
+            return is_stopped(self._pid)
+
+        require_effect(
+            await _within(NO_ANSWER_S, stopped),
+            f"SIGSTOP to process {self._pid}",
+            observed=f"process state {process_state(self._pid)!r}",
+            expected="process state 'T'",
+        )
+
+
+class LeavingPicker:
+    """The picker whose pages are at `pages` is not ready any more, or gone."""
+
+    def __init__(self, pages: str) -> None:
+        self._pages = pages
+
+    async def before(self) -> None:
+        """Require that it is ready."""
+        assert await self._ready(), f"the healthy picker at {self._pages} is not ready"
+
+    async def during(self) -> None:
+        """Require that it is not, at the latest after `OBSERVED_S_MAX`."""
+        require_effect(
+            await _within(OBSERVED_S_MAX, lambda: _negated(self._ready())),
+            f"SIGTERM to the picker at {self._pages}",
+            observed="it reports that it is ready",
+            expected="it reports that it is not ready, or has ended",
+        )
+
+    async def _ready(self) -> bool:
+        try:
+            async with (
+                ClientSession(timeout=ClientTimeout(total=NO_ANSWER_S)) as session,
+                session.get(f"{self._pages}/readyz") as response,
+            ):
+                return response.status == 200
+        except (ClientError, TimeoutError):
+            return False
+
+
+class PartedPickers:
+    """No picker receives bytes from another one for `QUIET_S`; each did before."""
+
+    _RECEIVED: Final = {"direction": "received"}
+
+    def __init__(self, pages: Sequence[str]) -> None:
+        self._pages = pages
+
+    async def before(self) -> None:
+        """Require that each picker receives something."""
+        first = await self._received()
+
+        async def all_received() -> bool:
+            return all(now > then for now, then in zip(await self._received(), first, strict=True))
+
+        assert await _within(OBSERVED_S_MAX, all_received), "the healthy pickers send nothing"
+
+    async def during(self) -> None:
+        """Require silence once the bytes on their way have arrived."""
+        await asyncio.sleep(QUIET_S / 4)
+        first = await self._received()
+        await asyncio.sleep(QUIET_S)
+        last = await self._received()
+        require_effect(
+            first == last,
+            "partition between the pickers",
+            observed=f"{sum(last) - sum(first):g} bytes received in {QUIET_S:g} s",
+            expected="0 bytes received",
+        )
+
+    async def _received(self) -> list[float]:
+        name = "homing_peer_bytes_total"
+        async with ClientSession(timeout=ClientTimeout(total=OBSERVED_S_MAX)) as session:
+            return [await _metric(session, pages, name, self._RECEIVED) for pages in self._pages]
+
+
+class RisingCounter:
+    """Each picker counts more of `metric` than before the fault."""
+
+    def __init__(self, what: str, pages: Sequence[str], metric: str) -> None:
+        self._what = what
+        self._pages = pages
+        self._metric = metric
+        self._before: list[float] = []
+
+    async def before(self) -> None:
+        """Read the counters."""
+        self._before = await self._counted()
+
+    async def during(self) -> None:
+        """Require that all of them rise, at the latest after `OBSERVED_S_MAX`."""
+
+        async def rose() -> bool:
+            counted = await self._counted()
+            return all(now > then for now, then in zip(counted, self._before, strict=True))
+
+        require_effect(
+            await _within(OBSERVED_S_MAX, rose),
+            self._what,
+            observed=f"{self._metric} stays at {self._before}",
+            expected=f"{self._metric} rises at each picker",
+        )
+
+    async def _counted(self) -> list[float]:
+        async with ClientSession(timeout=ClientTimeout(total=OBSERVED_S_MAX)) as session:
+            return [await _metric(session, pages, self._metric) for pages in self._pages]
+
+
+class SilentServer:
+    """A server that accepts a POST to `url` and does not answer it within `NO_ANSWER_S`."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    async def before(self) -> None:
+        """Require that the healthy server answers."""
+        assert await self._answers(), f"the healthy server at {self._url} does not answer"
+
+    async def during(self) -> None:
+        """Require that it does not."""
+        require_effect(
+            not await self._answers(),
+            f"silent server at {self._url}",
+            observed=f"an answer within {NO_ANSWER_S:g} s",
+            expected=f"no answer within {NO_ANSWER_S:g} s",
+        )
+
+    async def _answers(self) -> bool:
+        try:
+            async with (
+                ClientSession(timeout=ClientTimeout(total=NO_ANSWER_S)) as session,
+                session.post(self._url, data=b"") as response,
+            ):
+                await response.read()
+                return True
+        except TimeoutError:
+            return False
+
+
+OF_POD: Final[Mapping[Fault, Callable[[int], Effect]]] = {
+    Fault.FAILS_FAST: lambda port: FailingPod(port, FAILS_FAST_S),
+    Fault.FAILS_SLOWLY: lambda port: FailingPod(port, FAILS_SLOWLY_S),
+    Fault.HANGS: HangingPod,
+    Fault.SLOW: lambda port: SlowPod(port, SLOWNESS),
+    Fault.LIES: lambda port: LyingPod(port, SLOWNESS),
+    Fault.CRAWLS: lambda port: SlowPod(port, CRAWL),
+    Fault.FULL: lambda port: FullPod(port, 4 * FULL_REQUESTS, 503),
+}
+"""The proof of each fault of a pod, by the pod's port."""
+
+
+def process_state(pid: int) -> str:
+    """Return the kernel's one-letter state of a process, or "" if it has ended (proc(5))."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return ""
+    # The name in parentheses before it may have spaces.
+    return stat.rpartition(")")[2].split()[0]
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether the process was stopped by a signal."""
+    return process_state(pid) == "T"
+
+
+async def _require_serving(client: DirectClient) -> None:
+    answered = await client.ask(timeout_s=NO_ANSWER_S)
+    assert answered.status == 200, f"the healthy pod answers {answered.status}"
+
+
+async def _listens(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
+async def _negated(condition: Awaitable[bool]) -> bool:
+    return not await condition
+
+
+async def _within(s_max: Seconds, condition: Callable[[], Awaitable[bool]]) -> bool:
+    """Return whether `condition` became true within `s_max`; it is checked at least once."""
+    until = time.monotonic() + s_max
+    while not await condition():
+        if time.monotonic() > until:
+            return False
+        await asyncio.sleep(POLL_S)
+    return True
+
+
+async def _metric(
+    session: ClientSession, pages: str, name: str, labels: Mapping[str, str] | None = None
+) -> float:
+    """Return the sum of a metric of the page at `pages` over all series that have `labels`.
+
+    Raises `KeyError` if the page has no such series.
+    """
+    async with session.get(f"{pages}/metrics") as response:
+        page = await response.text()
+    wanted = (labels or {}).items()
+    values = [
+        sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == name and wanted <= sample.labels.items()
+    ]
+    if not values:
+        raise KeyError(name)
+    return sum(values)

@@ -1,8 +1,9 @@
-"""Plays the night of docs/night.md and writes it: `python -m docs.night`, some six minutes.
+"""Play the night of docs/night.md and write the page: `python -m docs.night`, six minutes.
 
-Five simulated pods, two pickers and the Envoy of `epp envoy-config`, real processes all of them, under
-an open loop of requests. What the page shows is what the commands printed; a command that does not
-name the culprit, or takes a minute, ends the night.
+Five simulated pods, two pickers and the Envoy of `epp envoy-config` are real processes under an open
+loop of requests. The page shows the output of the commands. Each scene proves at the broken part
+that its fault happened. The run fails, and writes no page, if a fault has no effect, or if a
+command does not name the culprit or takes a minute.
 """
 
 import argparse
@@ -19,11 +20,17 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
+from aiohttp import ClientSession
+from msgspec import Struct
+
+from bench.chaos.effects import OF_POD, StoppedProcess, metric
 from bench.chaos.load import Load, Traffic
 from bench.chaos.pods import CRAWL, Fault
 from bench.chaos.stage import Picker, Stage, staged
+from bench.effect import NoEffectError, require_effect
 from bench.termination import end_in_order
 from docs.walkthrough import Walk
+from epp.core.types import Seconds
 from epp.plugins.strategies import STRATEGIES
 from epp.plugins.strategy import config_of, step
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
@@ -33,25 +40,42 @@ ANSWER_S_MAX: Final = 60.0
 WRITTEN_S: Final = 7.0
 """What the picker knows is in its files after five seconds."""
 STRETCH_S: Final = 40.0
-"""Of each part of the night. What commands compare is a little less, for they see whole seconds."""
+"""Duration of each part of the night."""
 FROZEN_S: Final = 0.25
 THAWED_S: Final = 0.1
+LONGER: Final = 8.0
+"""Prompts of the last scene are about so many times as long as the usual ones."""
 ORDINARY: Final = Traffic()
 CARELESS: Final = config_of(step("prefix-cache-scorer", 1))
 """The change of the evening: only what is cached counts."""
 MODEL: Final = find_profile(DEFAULT_PROFILE).model
 
 
+class PromptTokens(Struct, frozen=True):
+    """Prompt tokens and answered requests of all pods, since their start."""
+
+    tokens: float
+    requests: float
+
+    def mean_since(self, before: "PromptTokens") -> float:
+        """Return the mean prompt length in tokens of the requests answered since `before`."""
+        return (self.tokens - before.tokens) / max(1.0, self.requests - before.requests)
+
+
 class Night:
     """The stage, the page, and the commands that are asked of it."""
 
-    def __init__(self, walk: Walk, stage: Stage, config: Path) -> None:
+    def __init__(
+        self, walk: Walk, stage: Stage, config: Path, stretch_s: Seconds = STRETCH_S
+    ) -> None:
+        """Make a night whose parts take `stretch_s` each."""
         self.walk = walk
         self.stage = stage
+        self.stretch_s = stretch_s
         self._config = config
 
     async def say(self, *lines: str) -> None:
-        """Prose: a sentence a line."""
+        """Write prose to the page, one sentence per line."""
         self.walk.say(*lines)
 
     async def answers(self, command: str, *expected: str) -> str:
@@ -69,34 +93,63 @@ class Night:
         return told
 
     async def configure(self, text: str) -> None:
-        """Somebody edits the ConfigMap; waits until both pickers have read it."""
+        """Write the configuration and wait until both pickers have recorded the change.
+
+        Raises `NoEffectError` if a picker does not report another generation.
+        """
+        before = await self._generations()
         beside = self._config.with_suffix(".new")
         beside.write_text(text)
         beside.replace(self._config)
         await asyncio.sleep(WRITTEN_S)
+        after = await self._generations()
+        require_effect(
+            all(now > then for now, then in zip(after, before, strict=True)),
+            "change of the configuration",
+            observed=f"generations {after} at the pickers, {before} before",
+            expected="a later generation at each picker",
+        )
 
-    @contextlib.asynccontextmanager
-    async def asked(self, traffic: Traffic, seed: int) -> AsyncIterator[None]:
-        """Requests all the while."""
-        load = Load(self.stage.gateway, traffic, seed)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(load.run())
-            yield
-            load.stop()
+    async def _generations(self) -> list[int]:
+        found = []
+        async with ClientSession() as session:
+            for picker in self.stage.pickers:
+                url = f"{picker.pages}/debug/config?format=json"
+                async with session.get(url) as response:
+                    found.append(int((await response.json())["generation"]))
+        return found
 
     @contextlib.asynccontextmanager
     async def broken(self, port: int, fault: Fault) -> AsyncIterator[None]:
-        """The pod at `port` has `fault`."""
+        """The pod at `port` has `fault`, and a direct request to it proves that.
+
+        Raises `NoEffectError` if the pod behaves as before.
+        """
+        effect = OF_POD[fault](port)
+        await effect.before()
         await self.stage.tell(port, fault)
         try:
+            await effect.during()
             yield
         finally:
             await self.stage.tell(port, Fault.NONE)
 
+    async def prompt_tokens(self) -> PromptTokens:
+        """Return what all pods together have counted of prompts since they started."""
+        pods = [f"http://127.0.0.1:{port}" for port in self.stage.pods.ports]
+        name = "vllm:request_prompt_tokens"
+        return PromptTokens(
+            tokens=sum([await metric(pod, f"{name}_sum") for pod in pods]),
+            requests=sum([await metric(pod, f"{name}_count") for pod in pods]),
+        )
+
 
 @contextlib.asynccontextmanager
 async def stuttering(picker: Picker) -> AsyncIterator[None]:
-    """`picker` stands still for most of the time, as one that gets no CPU."""
+    """`picker` is stopped for most of the time, like a process that gets no CPU.
+
+    Raises `NoEffectError` on entry if the kernel does not report it as stopped.
+    """
 
     async def stutter() -> None:
         while True:
@@ -107,8 +160,11 @@ async def stuttering(picker: Picker) -> AsyncIterator[None]:
                 picker.signal(signal.SIGCONT)
             await asyncio.sleep(THAWED_S)
 
+    effect = StoppedProcess(picker.pid)
+    await effect.before()
     task = asyncio.create_task(stutter(), name="stutter")
     try:
+        await effect.during()
         yield
     finally:
         task.cancel()
@@ -120,19 +176,22 @@ def _now() -> str:
     return f"{datetime.now(UTC):%H:%M:%S}"
 
 
-async def _play(night: Night) -> None:
-    """The whole night, in order."""
-    async with night.asked(ORDINARY, seed=1):
-        await asyncio.sleep(STRETCH_S)
-        await _why_there(night)
-        await _which_pod(night)
-        await _is_it_the_picker(night)
-        await _last_nights_change(night)
-        await _doubled_by_a_pod(night)
-    await _doubled_by_traffic(night)
+async def play(night: Night) -> None:
+    """Play all scenes in order."""
+    async with Load(night.stage.gateway, ORDINARY, seed=1).running():
+        await asyncio.sleep(night.stretch_s)
+        await why_there(night)
+        await which_pod(night)
+        # The pickers try the pod again until it serves its trial requests.
+        await asyncio.sleep(night.stretch_s)
+        await is_it_the_picker(night)
+        await last_nights_change(night)
+        await doubled_by_a_pod(night)
+    await doubled_by_traffic(night)
 
 
-async def _why_there(night: Night) -> None:
+async def why_there(night: Night) -> None:
+    """Ask why one request was routed to its endpoint."""
     other = night.stage.pods.ports[0]
     await night.say(
         "## Why did it go there?",
@@ -149,11 +208,12 @@ async def _why_there(night: Night) -> None:
     )
 
 
-async def _which_pod(night: Night) -> None:
+async def which_pod(night: Night) -> None:
+    """Break one pod and ask which one fails."""
     port = night.stage.pods.ports[1]
     began = _now()
     async with night.broken(port, Fault.FAILS_FAST):
-        await asyncio.sleep(STRETCH_S / 2)
+        await asyncio.sleep(night.stretch_s / 2)
         await night.say(
             "## Which pod, and since when?",
             "",
@@ -161,72 +221,87 @@ async def _which_pod(night: Night) -> None:
             "its metrics page idle and healthy.)",
         )
         await night.answers("epp top --once --url $PICKERS", f"pod-{port} ejected since")
-    # Until trials have shown that it serves again.
-    await asyncio.sleep(STRETCH_S)
 
 
-async def _is_it_the_picker(night: Night) -> None:
+async def is_it_the_picker(night: Night) -> None:
+    """Stop one picker again and again and ask whether a picker is slow."""
     async with stuttering(night.stage.pickers[1]):
-        await asyncio.sleep(STRETCH_S)
+        await asyncio.sleep(night.stretch_s)
         await night.say(
             "## Is it the picker?",
             "",
             "Everything feels slow. "
-            f"(The second picker stands still for {FROZEN_S * 1e3:.0f} of every {(FROZEN_S + THAWED_S) * 1e3:.0f} ms.)",
+            f"(The second picker is stopped for {FROZEN_S * 1e3:.0f} of every {(FROZEN_S + THAWED_S) * 1e3:.0f} ms.)",
         )
         late = urlsplit(night.stage.pickers[1].pages).netloc
         await night.answers("epp top --once --url $PICKERS", f"in a minute, at {late}")
-    await asyncio.sleep(STRETCH_S / 2)
+    await asyncio.sleep(night.stretch_s / 2)
 
 
-async def _last_nights_change(night: Night) -> None:
-    await asyncio.sleep(STRETCH_S / 2)
+async def last_nights_change(night: Night) -> None:
+    """Change the configuration and ask what the change did."""
+    await asyncio.sleep(night.stretch_s / 2)
     await night.configure(CARELESS)
-    await asyncio.sleep(STRETCH_S)
+    await asyncio.sleep(night.stretch_s)
     await night.say(
         "## What did last night's change do?",
         "",
-        "Somebody wrote into the ConfigMap that only what is cached counts.",
+        "Somebody wrote into the ConfigMap that only cached prefixes count.",
     )
     await night.answers(
-        f"epp changes --dir $DECISIONS --window {STRETCH_S:.0f}s", "prefix-cache-scorer: added"
+        f"epp changes --dir $DECISIONS --window {night.stretch_s:.0f}s",
+        "prefix-cache-scorer: added",
     )
     await night.configure(STRATEGIES["homing"].config)
-    await asyncio.sleep(STRETCH_S)
+    await asyncio.sleep(night.stretch_s)
 
 
-async def _doubled_by_a_pod(night: Night) -> None:
+async def doubled_by_a_pod(night: Night) -> None:
+    """Slow one pod down and ask why the TTFT doubled."""
     port = night.stage.pods.ports[2]
     began = _now()
     async with night.broken(port, Fault.CRAWLS):
-        await asyncio.sleep(STRETCH_S + WRITTEN_S)
+        await asyncio.sleep(night.stretch_s + WRITTEN_S)
         await night.say(
             f"## Why did the TTFT double at {began}?",
             "",
-            f"First by a pod: it has become {CRAWL:.0f} times as slow, as one does whose GPU is throttled. (It is pod-{port}.)",
+            f"First cause: a pod became {CRAWL:.0f} times as slow, like a pod whose GPU is throttled. (It is pod-{port}.)",
         )
         await night.answers(
-            f"epp changes --dir $DECISIONS --at {began} --window {STRETCH_S:.0f}s",
+            f"epp changes --dir $DECISIONS --at {began} --window {night.stretch_s:.0f}s",
             f"pod-{port}",
             "requests take",
         )
-    await asyncio.sleep(STRETCH_S)
+    await asyncio.sleep(night.stretch_s)
 
 
-async def _doubled_by_traffic(night: Night) -> None:
+async def doubled_by_traffic(night: Night) -> None:
+    """Send longer prompts and ask why the TTFT doubled."""
     began = _now()
+    before = await night.prompt_tokens()
+    usual_tokens = before.mean_since(PromptTokens(0.0, 0.0))
     longer = Traffic(system_words=3000, tenants=400)
-    async with night.asked(longer, seed=2):
-        await asyncio.sleep(STRETCH_S + WRITTEN_S)
+    async with Load(night.stage.gateway, longer, seed=2).running():
+        await asyncio.sleep(night.stretch_s + WRITTEN_S)
+        mean_tokens = (await night.prompt_tokens()).mean_since(before)
+        require_effect(
+            mean_tokens >= LONGER / 2 * usual_tokens,
+            "longer prompts",
+            observed=f"{mean_tokens:.0f} prompt tokens a request at the pods, {usual_tokens:.0f} before",
+            expected=f"at least {LONGER / 2:g} times as many",
+        )
         await night.say(
-            f"Then, at {began}, by the traffic: as many requests, of prompts that nobody has asked before and that are longer.",
+            f"Second cause, at {began}: as many requests as before, with longer prompts that no pod has cached.",
         )
         await night.answers(
-            f"epp changes --dir $DECISIONS --at {began} --window {STRETCH_S:.0f}s", "prompt tokens"
+            f"epp changes --dir $DECISIONS --at {began} --window {night.stretch_s:.0f}s",
+            "prompt tokens",
         )
 
 
-async def _night(folder: Path, out: Path) -> None:
+@contextlib.asynccontextmanager
+async def opened(folder: Path, stretch_s: Seconds = STRETCH_S) -> AsyncIterator[Night]:
+    """Open a night in `folder`: pods, pickers and Envoy serve while the context is open."""
     config, decisions = folder / "config.yaml", folder / "decisions"
     config.write_text(STRATEGIES["homing"].config)
     decisions.mkdir()
@@ -243,31 +318,43 @@ async def _night(folder: Path, out: Path) -> None:
             PICKERS=",".join(picker.pages for picker in stage.pickers),
             DECISIONS=str(decisions),
         )
-        walk.say(
+        yield Night(walk, stage, config, stretch_s)
+
+
+async def _night(folder: Path, out: Path) -> None:
+    async with opened(folder) as night:
+        await night.say(
             "# Three in the morning",
             "",
-            "Five questions, each answered by one command, on a pool in which what they ask about really happened.",
-            "Pickers, Envoy, HTTP and time are real, the five pods are simulated; two replicas of the picker share the requests, "
-            f"{ORDINARY.rate_per_s:.0f} a second, under the default configuration.",
-            "This page is written by `python -m docs.night`: what stands under a command is what it printed, "
-            "and it is not written if a command does not name the culprit.",
+            "Each of five questions about a pool in trouble is answered by one command.",
+            "The page is for operators: find your question and type the command under it.",
+            "",
+            "Pickers, Envoy, HTTP and time are real; the five pods are simulated. "
+            f"Two replicas of the picker share {ORDINARY.rate_per_s:.0f} requests a second under the default configuration.",
+            "`make night` writes this page from the output of the commands. "
+            "Each fault is first proven at the broken part; "
+            "no page is written if a fault has no effect, or if a command does not name the culprit.",
         )
-        walk.say(
+        await night.say(
             "In a cluster the commands run in the picker's own pod: [how](operate.md#where-commands-run). "
-            "Here `$PICKERS` holds the addresses of both, and `$DECISIONS` is the folder that both keep decisions in.",
+            "Here `$PICKERS` holds the addresses of both pickers, and `$DECISIONS` is the folder of their decision history.",
         )
-        await _play(Night(walk, stage, config))
-        (out / "night.md").write_text("\n".join(walk.page).rstrip() + "\n")
+        await play(night)
+        (out / "night.md").write_text("\n".join(night.walk.page).rstrip() + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: the page is written."""
+    """Return 0 if the page was written, 1 if a fault had no effect."""
     parser = argparse.ArgumentParser(prog="python -m docs.night")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the page")
     options = parser.parse_args(arguments)
     end_in_order()
     with tempfile.TemporaryDirectory(prefix="homing-night-") as folder:
-        asyncio.run(_night(Path(folder), options.out))
+        try:
+            asyncio.run(_night(Path(folder), options.out))
+        except NoEffectError as problem:
+            print(f"{problem}. No page is written.", file=sys.stderr)
+            return 1
     return 0
 
 

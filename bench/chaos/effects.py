@@ -94,7 +94,7 @@ class DirectClient:
         ):
             # The first chunk comes when the request runs; the others take half a second.
             await response.content.readline()
-            return await _metric(session, f"http://{self.address}", "vllm:num_requests_running")
+            return await metric(f"http://{self.address}", "vllm:num_requests_running")
 
     @property
     def _url(self) -> str:
@@ -334,8 +334,7 @@ class PartedPickers:
 
     async def _received(self) -> list[float]:
         name = "homing_peer_bytes_total"
-        async with ClientSession(timeout=ClientTimeout(total=OBSERVED_S_MAX)) as session:
-            return [await _metric(session, pages, name, self._RECEIVED) for pages in self._pages]
+        return [await metric(pages, name, self._RECEIVED) for pages in self._pages]
 
 
 class RisingCounter:
@@ -366,8 +365,7 @@ class RisingCounter:
         )
 
     async def _counted(self) -> list[float]:
-        async with ClientSession(timeout=ClientTimeout(total=OBSERVED_S_MAX)) as session:
-            return [await _metric(session, pages, self._metric) for pages in self._pages]
+        return [await metric(pages, self._metric) for pages in self._pages]
 
 
 class SilentServer:
@@ -456,14 +454,15 @@ async def _within(s_max: Seconds, condition: Callable[[], Awaitable[bool]]) -> b
     return True
 
 
-async def _metric(
-    session: ClientSession, pages: str, name: str, labels: Mapping[str, str] | None = None
-) -> float:
+async def metric(pages: str, name: str, labels: Mapping[str, str] | None = None) -> float:
     """Return the sum of a metric of the page at `pages` over all series that have `labels`.
 
     Raises `KeyError` if the page has no such series.
     """
-    async with session.get(f"{pages}/metrics") as response:
+    async with (
+        ClientSession(timeout=ClientTimeout(total=OBSERVED_S_MAX)) as session,
+        session.get(f"{pages}/metrics") as response,
+    ):
         page = await response.text()
     wanted = (labels or {}).items()
     values = [

@@ -3,8 +3,25 @@
 A harness that breaks something on purpose measures nothing if the thing is not broken. Each fault
 of `make chaos`, `make attack`, `make soak` and `make night` therefore observes its effect directly
 at the broken part and calls `require_effect`. A run whose fault has no effect fails and writes no
-figure.
+figure. The proofs here serve several harnesses; the others stand beside their harness.
 """
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Final, Protocol
+
+from aiohttp import ClientSession, ClientTimeout
+from prometheus_client.parser import text_string_to_metric_families
+
+from epp.core.types import Seconds
+
+OBSERVED_S_MAX: Final = 10.0
+"""Longest wait for an effect that needs time, such as the next write to a disk."""
+SIGNAL_S_MAX: Final = 2.0
+"""Longest wait until the kernel has stopped a process."""
+POLL_S: Final = 0.1
 
 
 class NoEffectError(Exception):
@@ -20,3 +37,130 @@ def require_effect(happened: bool, fault: str, *, observed: str, expected: str) 
         raise NoEffectError(
             f"{fault}: the fault did not take effect: observed {observed}, expected {expected}"
         )
+
+
+class Effect(Protocol):
+    """Observes one part before and during its fault.
+
+    `before` is called while the part is healthy, `during` just after the fault was injected.
+    `during` raises `NoEffectError` if the part behaves as before.
+    """
+
+    async def before(self) -> None: ...
+    async def during(self) -> None: ...
+
+
+class ClosedPort:
+    """Nothing listens at `port` any more."""
+
+    def __init__(self, what: str, port: int, s_max: Seconds = OBSERVED_S_MAX) -> None:
+        self._what = what
+        self._port = port
+        self._s_max = s_max
+
+    async def before(self) -> None:
+        """Require that the healthy part listens."""
+        assert await listens(self._port), f"the healthy {self._what} does not listen"
+
+    async def during(self) -> None:
+        """Require a refused connection, at the latest after `s_max`."""
+        require_effect(
+            await within(self._s_max, lambda: negated(listens(self._port))),
+            f"{self._what} at port {self._port}",
+            observed="a connection is accepted",
+            expected="connections are refused",
+        )
+
+
+class StoppedProcess:
+    """The kernel reports the process `pid` as stopped."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    async def before(self) -> None:
+        """Require that it runs."""
+        assert not is_stopped(self._pid), f"the healthy process {self._pid} is stopped"
+
+    async def during(self) -> None:
+        """Require that it is stopped, at the latest after `SIGNAL_S_MAX`."""
+
+        async def stopped() -> bool:
+            return is_stopped(self._pid)
+
+        require_effect(
+            await within(SIGNAL_S_MAX, stopped),
+            f"SIGSTOP to process {self._pid}",
+            observed=f"process state {process_state(self._pid)!r}",
+            expected="process state 'T'",
+        )
+
+
+def process_state(pid: int) -> str:
+    """Return the kernel's one-letter state of a process, or "" if it has ended (proc(5))."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return ""
+    # The name in parentheses before it may have spaces.
+    return stat.rpartition(")")[2].split()[0]
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether the process was stopped by a signal."""
+    return process_state(pid) == "T"
+
+
+async def listens(port: int) -> bool:
+    """Return whether a connection to `port` of loopback is accepted."""
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
+async def negated(condition: Awaitable[bool]) -> bool:
+    """Return the opposite of `condition`."""
+    return not await condition
+
+
+async def within(s_max: Seconds, condition: Callable[[], Awaitable[bool]]) -> bool:
+    """Return whether `condition` became true within `s_max`; it is checked at least once."""
+    until = time.monotonic() + s_max
+    while not await condition():
+        if time.monotonic() > until:
+            return False
+        await asyncio.sleep(POLL_S)
+    return True
+
+
+async def metric(
+    pages: str,
+    name: str,
+    labels: Mapping[str, str] | None = None,
+    *,
+    absent: float | None = None,
+) -> float:
+    """Return the sum of a metric of the page at `pages` over all series that have `labels`.
+
+    If the page has no such series, return `absent`, or raise `KeyError` if that is None.
+    """
+    async with (
+        ClientSession(timeout=ClientTimeout(total=OBSERVED_S_MAX)) as session,
+        session.get(f"{pages}/metrics") as response,
+    ):
+        page = await response.text()
+    wanted = (labels or {}).items()
+    values = [
+        sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == name and wanted <= sample.labels.items()
+    ]
+    if values:
+        return sum(values)
+    if absent is None:
+        raise KeyError(name)
+    return absent

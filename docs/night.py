@@ -23,11 +23,11 @@ from urllib.parse import urlsplit
 from aiohttp import ClientSession
 from msgspec import Struct
 
-from bench.chaos.effects import OF_POD, StoppedProcess, metric
+from bench.chaos.effects import OF_POD
 from bench.chaos.load import Load, Traffic
 from bench.chaos.pods import CRAWL, Fault
 from bench.chaos.stage import Picker, Stage, staged
-from bench.effect import NoEffectError, require_effect
+from bench.effect import NoEffectError, StoppedProcess, metric, require_effect
 from bench.termination import end_in_order
 from docs.walkthrough import Walk
 from epp.core.types import Seconds

@@ -8,9 +8,8 @@ import sys
 
 import pytest
 
-from bench.chaos.effects import is_stopped
 from bench.chaos.load import Load
-from bench.effect import NoEffectError
+from bench.effect import NoEffectError, is_stopped
 from docs.night import ORDINARY, Night, PromptTokens, opened, stuttering, which_pod
 from docs.walkthrough import Walk
 from tests.envoy.rig import ENVOY

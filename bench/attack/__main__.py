@@ -4,7 +4,8 @@
 asks 20 times a second for an ordinary completion. A row says what the attack did, how many of the
 probe's requests were lost, the probe's 99th percentile before and during, the most memory that the
 picker had, what it had 3 s after, and how soon the probe was served as before. Exit code 1 if
-anybody innocent was lost, of the probe's or of those that attackers ask beside what they do.
+anybody innocent was lost, of the probe's or of those that attackers ask beside what they do, and,
+without a table, if an attack had no effect at the process that it attacks.
 """
 
 import argparse
@@ -25,6 +26,8 @@ from rich.table import Table
 
 from bench.attack import gateway as gw
 from bench.attack.attacks import ATTACKS, FLAGS, PROMPT, RAW_ONLY
+from bench.attack.effects import Watch, require_reached
+from bench.effect import NoEffectError
 from bench.place import ROOT, Place, running
 from bench.termination import end_in_order
 from epp.flags.serve import ServeFlags
@@ -125,15 +128,22 @@ async def _under(probe: Probe, place: Place, name: str, seconds: float) -> Row:
     await asyncio.sleep(1.0)
     before_s = time.monotonic()
     await asyncio.sleep(BEFORE_S)
+    watch = Watch(place)
+    await watch.begin()
     started_s = time.monotonic()
     before = probe.between(before_s, started_s)
+    watching = asyncio.create_task(watch.run(), name="watch")
     attacker = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.attack.attacks", name, place.picker, place.gateway),
         *(str(seconds), *map(str, place.pods.ports)),
         stdout=asyncio.subprocess.PIPE,
         cwd=ROOT,
     )
-    told, _ = await asyncio.wait_for(attacker.communicate(), seconds + 120)
+    try:
+        told, _ = await asyncio.wait_for(attacker.communicate(), seconds + 120)
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
     ended_s = time.monotonic()
     recovered_s = await _recovery(probe, ended_s, 2 * _p99_s(before))
     await asyncio.sleep(AFTER_S)
@@ -141,6 +151,8 @@ async def _under(probe: Probe, place: Place, name: str, seconds: float) -> Row:
     since = [one for one in probe.done if one.asked_s >= started_s]
     assert attacker.returncode == 0, f"the attacker {name} failed, see above"
     attack = json.loads(told)
+    await watch.read()
+    require_reached(watch, name, attack["done"], probes=len(during))
     return Row(
         name=name,
         did=attack["did"],
@@ -214,9 +226,14 @@ def main(arguments: Sequence[str]) -> int:
         for name in options.names or ATTACKS:
             if envoy and name in RAW_ONLY:
                 continue
-            row = asyncio.run(
-                _attack(name, envoy=envoy, seconds=options.seconds, transport=options.transport)
+            attacking = _attack(
+                name, envoy=envoy, seconds=options.seconds, transport=options.transport
             )
+            try:
+                row = asyncio.run(attacking)
+            except NoEffectError as problem:
+                print(f"{way}: {problem}. No table is printed.", file=sys.stderr)
+                return 1
             lost += len(row.lost)
             table.add_row(*_cells(row))
             print(" | ".join(_cells(row)), file=sys.stderr, flush=True)

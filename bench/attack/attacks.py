@@ -74,6 +74,8 @@ class Target:
         self.gateway = gateway
         self.until_s = time.monotonic() + seconds
         self.pods = pods
+        self.done = 0
+        """Units of the attack that were sent; `bench.attack.effects` names the unit of each."""
         self.lost: list[str] = []
         """What became of the attacker's innocent requests that were lost."""
 
@@ -136,6 +138,7 @@ async def _held(target: Target) -> str:
         return sent
 
     sent = await _several(HELD_CLIENTS, http if target.gateway else raw)
+    target.done = sent
     return f"{HELD_CLIENTS} clients, {sent / 1e6:,.0f} MB of unfinished bodies sent"
 
 
@@ -161,6 +164,7 @@ async def _bodies(target: Target) -> str:
             else:
                 await gw.ask(opened, body, timeout_s=ASK_S_MAX, path=path)
             sent += 1
+    target.done = sent
     return f"{sent} bodies of 1 MB, {len(bodies)} kinds"
 
 
@@ -184,7 +188,8 @@ async def _pieces(target: Target) -> str:
                     call.cancel()
         return sent
 
-    return f"{await _several(CONNECTIONS, drip):,} messages"
+    target.done = await _several(CONNECTIONS, drip)
+    return f"{target.done:,} messages"
 
 
 async def _page(target: Target) -> str:
@@ -197,6 +202,7 @@ async def _page(target: Target) -> str:
                 await response.read()
             if kind != "usual":
                 await asyncio.sleep(share_s)
+    target.done = 1
     return "90,000 series, 500,000 adapters, one byte a chunk"
 
 
@@ -219,7 +225,8 @@ async def _resets(target: Target) -> str:
                 sent += 1
         return sent
 
-    return f"{await _several(CONNECTIONS, reset):,} resets"
+    target.done = await _several(CONNECTIONS, reset)
+    return f"{target.done:,} resets"
 
 
 async def _burst(target: Target) -> str:
@@ -244,6 +251,7 @@ async def _burst(target: Target) -> str:
         for problem in filter(None, told):
             lost[problem] = lost.get(problem, 0) + 1
         await asyncio.sleep(1.0)
+    target.done = asked
     why = ", ".join(f"{count} {problem}" for problem, count in lost.items())
     return f"{sum(lost.values())} of {asked:,} lost{': ' if why else ''}{why}"
 
@@ -274,6 +282,7 @@ async def _subset(target: Target) -> str:
             finally:
                 call.cancel()
             sent += 1
+    target.done = sent
     return f"{sent} hints"
 
 
@@ -300,6 +309,7 @@ async def _models(target: Target) -> str:
         return sent
 
     sent = await _several(8, ask)
+    target.done = sent
     return f"{sent:,} requests for {MODELS:,} models"
 
 
@@ -309,6 +319,7 @@ async def _refusals(target: Target) -> str:
         refused, connections = await _refused_http(target), 1
     else:
         refused, connections = await _refused_raw(target)
+    target.done = refused // REFUSED_BODY_BYTES
     if refused < REFUSED_BYTES:
         target.lost.append(f"no more than {refused / 2**20:,.0f} MB went through")
     return f"{refused / 2**20:,.0f} MB of refused bodies, connections: {connections}"
@@ -403,7 +414,8 @@ async def _tiny(target: Target) -> str:
         await connection.close()
         return sent
 
-    return f"{await _several(CONNECTIONS, watch):,} messages of no bytes"
+    target.done = await _several(CONNECTIONS, watch)
+    return f"{target.done:,} messages of no bytes"
 
 
 async def _windows(target: Target) -> str:
@@ -422,6 +434,7 @@ async def _windows(target: Target) -> str:
             await connection.flushed()
         await asyncio.sleep(0)
     await connection.close()
+    target.done = sent
     return f"{ZERO_WINDOWS:,} streams, {sent:,} frames"
 
 
@@ -442,6 +455,7 @@ async def _idle(target: Target) -> str:
     left = sum(not connection.closed for connection in held)
     for connection in held:
         await connection.close()
+    target.done = IDLE_CONNECTIONS
     return f"{IDLE_CONNECTIONS:,} idle connections, {left} left of them; {asked} new gateways"
 
 
@@ -462,6 +476,7 @@ async def _continuations(target: Target) -> str:
         finally:
             writer.close()
         sent += 1
+    target.done = sent
     return f"{sent:,} connections with {CONTINUATIONS:,} continuations each"
 
 
@@ -492,4 +507,4 @@ if __name__ == "__main__":
     name, picker, gateway, seconds, *pods = sys.argv[1:]
     where = Target(picker, gateway, float(seconds), [int(pod) for pod in pods])
     did = asyncio.run(ATTACKS[name](where))
-    print(json.dumps({"did": did, "lost": where.lost}), flush=True)
+    print(json.dumps({"did": did, "done": where.done, "lost": where.lost}), flush=True)

@@ -6,13 +6,11 @@ part, past picker and gateway, so that they are in no figure of the table.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Final, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from aiohttp import ClientError, ClientSession, ClientTimeout
 from msgspec import Struct
-from prometheus_client.parser import text_string_to_metric_families
 
 from bench.chaos.pods import (
     CRAWL,
@@ -22,7 +20,14 @@ from bench.chaos.pods import (
     SLOWNESS,
     Fault,
 )
-from bench.effect import require_effect
+from bench.effect import (
+    OBSERVED_S_MAX,
+    Effect,
+    metric,
+    negated,
+    require_effect,
+    within,
+)
 from epp.core.types import Seconds
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 
@@ -32,23 +37,9 @@ ANSWER_TOKENS: Final = 16
 LONG_ANSWER_TOKENS: Final = 64
 NO_ANSWER_S: Final = 2.0
 """Time after which a direct request counts as unanswered; a healthy pod needs a tenth of it."""
-OBSERVED_S_MAX: Final = 10.0
-"""Longest wait for an effect that needs time, such as the next write to a disk."""
 QUIET_S: Final = 2.0
 """Time for which nothing may pass between two pickers; they send several times a second."""
-POLL_S: Final = 0.1
 MODEL: Final = find_profile(DEFAULT_PROFILE).model
-
-
-class Effect(Protocol):
-    """Observes one part before and during its fault.
-
-    `before` is called while the part is healthy, `during` just after the fault was injected.
-    `during` raises `NoEffectError` if the part behaves as before.
-    """
-
-    async def before(self) -> None: ...
-    async def during(self) -> None: ...
 
 
 class Answered(Struct, frozen=True):
@@ -227,65 +218,21 @@ class FullPod:
         return sum(one.status == self._status for one in answers)
 
 
-class ClosedPort:
-    """Nothing listens at `port` any more."""
-
-    def __init__(self, what: str, port: int) -> None:
-        self._what = what
-        self._port = port
-
-    async def before(self) -> None:
-        """Require that the healthy part listens."""
-        assert await _listens(self._port), f"the healthy {self._what} does not listen"
-
-    async def during(self) -> None:
-        """Require a refused connection, at the latest after `OBSERVED_S_MAX`."""
-        require_effect(
-            await _within(OBSERVED_S_MAX, lambda: _negated(_listens(self._port))),
-            f"{self._what} at port {self._port}",
-            observed="a connection is accepted",
-            expected="connections are refused",
-        )
-
-
-class StoppedProcess:
-    """The kernel reports the process `pid` as stopped."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-
-    async def before(self) -> None:
-        """Require that it runs."""
-        assert not is_stopped(self._pid), f"the healthy process {self._pid} is stopped"
-
-    async def during(self) -> None:
-        """Require that it is stopped, at the latest after `NO_ANSWER_S`."""
-
-        async def stopped() -> bool:
-            return is_stopped(self._pid)
-
-        require_effect(
-            await _within(NO_ANSWER_S, stopped),
-            f"SIGSTOP to process {self._pid}",
-            observed=f"process state {process_state(self._pid)!r}",
-            expected="process state 'T'",
-        )
-
-
 class LeavingPicker:
     """The picker whose pages are at `pages` is not ready any more, or gone."""
 
-    def __init__(self, pages: str) -> None:
+    def __init__(self, pages: str, s_max: Seconds = OBSERVED_S_MAX) -> None:
         self._pages = pages
+        self._s_max = s_max
 
     async def before(self) -> None:
         """Require that it is ready."""
         assert await self._ready(), f"the healthy picker at {self._pages} is not ready"
 
     async def during(self) -> None:
-        """Require that it is not, at the latest after `OBSERVED_S_MAX`."""
+        """Require that it is not, at the latest after `s_max`."""
         require_effect(
-            await _within(OBSERVED_S_MAX, lambda: _negated(self._ready())),
+            await within(self._s_max, lambda: negated(self._ready())),
             f"SIGTERM to the picker at {self._pages}",
             observed="it reports that it is ready",
             expected="it reports that it is not ready, or has ended",
@@ -303,12 +250,13 @@ class LeavingPicker:
 
 
 class PartedPickers:
-    """No picker receives bytes from another one for `QUIET_S`; each did before."""
+    """No picker receives bytes from another one for `quiet_s`; each did before."""
 
     _RECEIVED: Final = {"direction": "received"}
 
-    def __init__(self, pages: Sequence[str]) -> None:
+    def __init__(self, pages: Sequence[str], quiet_s: Seconds = QUIET_S) -> None:
         self._pages = pages
+        self._quiet_s = quiet_s
 
     async def before(self) -> None:
         """Require that each picker receives something."""
@@ -317,18 +265,18 @@ class PartedPickers:
         async def all_received() -> bool:
             return all(now > then for now, then in zip(await self._received(), first, strict=True))
 
-        assert await _within(OBSERVED_S_MAX, all_received), "the healthy pickers send nothing"
+        assert await within(OBSERVED_S_MAX, all_received), "the healthy pickers send nothing"
 
     async def during(self) -> None:
         """Require silence once the bytes on their way have arrived."""
-        await asyncio.sleep(QUIET_S / 4)
+        await asyncio.sleep(self._quiet_s / 4)
         first = await self._received()
-        await asyncio.sleep(QUIET_S)
+        await asyncio.sleep(self._quiet_s)
         last = await self._received()
         require_effect(
             first == last,
             "partition between the pickers",
-            observed=f"{sum(last) - sum(first):g} bytes received in {QUIET_S:g} s",
+            observed=f"{sum(last) - sum(first):g} bytes received in {self._quiet_s:g} s",
             expected="0 bytes received",
         )
 
@@ -338,12 +286,15 @@ class PartedPickers:
 
 
 class RisingCounter:
-    """Each picker counts more of `metric` than before the fault."""
+    """Each picker counts more of the metric `name` than before the fault."""
 
-    def __init__(self, what: str, pages: Sequence[str], metric: str) -> None:
+    def __init__(
+        self, what: str, pages: Sequence[str], name: str, s_max: Seconds = OBSERVED_S_MAX
+    ) -> None:
         self._what = what
         self._pages = pages
-        self._metric = metric
+        self._name = name
+        self._s_max = s_max
         self._before: list[float] = []
 
     async def before(self) -> None:
@@ -351,28 +302,29 @@ class RisingCounter:
         self._before = await self._counted()
 
     async def during(self) -> None:
-        """Require that all of them rise, at the latest after `OBSERVED_S_MAX`."""
+        """Require that all of them rise, at the latest after `s_max`."""
 
         async def rose() -> bool:
             counted = await self._counted()
             return all(now > then for now, then in zip(counted, self._before, strict=True))
 
         require_effect(
-            await _within(OBSERVED_S_MAX, rose),
+            await within(self._s_max, rose),
             self._what,
-            observed=f"{self._metric} stays at {self._before}",
-            expected=f"{self._metric} rises at each picker",
+            observed=f"{self._name} stays at {self._before}",
+            expected=f"{self._name} rises at each picker",
         )
 
     async def _counted(self) -> list[float]:
-        return [await metric(pages, self._metric) for pages in self._pages]
+        return [await metric(pages, self._name) for pages in self._pages]
 
 
 class SilentServer:
-    """A server that accepts a POST to `url` and does not answer it within `NO_ANSWER_S`."""
+    """A server that accepts a POST to `url` and does not answer it within `s_max`."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, s_max: Seconds = NO_ANSWER_S) -> None:
         self._url = url
+        self._s_max = s_max
 
     async def before(self) -> None:
         """Require that the healthy server answers."""
@@ -383,14 +335,14 @@ class SilentServer:
         require_effect(
             not await self._answers(),
             f"silent server at {self._url}",
-            observed=f"an answer within {NO_ANSWER_S:g} s",
-            expected=f"no answer within {NO_ANSWER_S:g} s",
+            observed=f"an answer within {self._s_max:g} s",
+            expected=f"no answer within {self._s_max:g} s",
         )
 
     async def _answers(self) -> bool:
         try:
             async with (
-                ClientSession(timeout=ClientTimeout(total=NO_ANSWER_S)) as session,
+                ClientSession(timeout=ClientTimeout(total=self._s_max)) as session,
                 session.post(self._url, data=b"") as response,
             ):
                 await response.read()
@@ -411,66 +363,6 @@ OF_POD: Final[Mapping[Fault, Callable[[int], Effect]]] = {
 """The proof of each fault of a pod, by the pod's port."""
 
 
-def process_state(pid: int) -> str:
-    """Return the kernel's one-letter state of a process, or "" if it has ended (proc(5))."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return ""
-    # The name in parentheses before it may have spaces.
-    return stat.rpartition(")")[2].split()[0]
-
-
-def is_stopped(pid: int) -> bool:
-    """Return whether the process was stopped by a signal."""
-    return process_state(pid) == "T"
-
-
 async def _require_serving(client: DirectClient) -> None:
     answered = await client.ask(timeout_s=NO_ANSWER_S)
     assert answered.status == 200, f"the healthy pod answers {answered.status}"
-
-
-async def _listens(port: int) -> bool:
-    try:
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-    except OSError:
-        return False
-    writer.close()
-    return True
-
-
-async def _negated(condition: Awaitable[bool]) -> bool:
-    return not await condition
-
-
-async def _within(s_max: Seconds, condition: Callable[[], Awaitable[bool]]) -> bool:
-    """Return whether `condition` became true within `s_max`; it is checked at least once."""
-    until = time.monotonic() + s_max
-    while not await condition():
-        if time.monotonic() > until:
-            return False
-        await asyncio.sleep(POLL_S)
-    return True
-
-
-async def metric(pages: str, name: str, labels: Mapping[str, str] | None = None) -> float:
-    """Return the sum of a metric of the page at `pages` over all series that have `labels`.
-
-    Raises `KeyError` if the page has no such series.
-    """
-    async with (
-        ClientSession(timeout=ClientTimeout(total=OBSERVED_S_MAX)) as session,
-        session.get(f"{pages}/metrics") as response,
-    ):
-        page = await response.text()
-    wanted = (labels or {}).items()
-    values = [
-        sample.value
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-        if sample.name == name and wanted <= sample.labels.items()
-    ]
-    if not values:
-        raise KeyError(name)
-    return sum(values)

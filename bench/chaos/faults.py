@@ -16,16 +16,14 @@ from msgspec import Struct
 
 from bench.chaos.effects import (
     OF_POD,
-    ClosedPort,
-    Effect,
     LeavingPicker,
     PartedPickers,
     RisingCounter,
     SilentServer,
-    StoppedProcess,
 )
 from bench.chaos.pods import CRAWL, FAILS_FAST_S, FAILS_SLOWLY_S, FULL_REQUESTS, SLOWNESS, Fault
 from bench.chaos.stage import Picker, Stage, own_port
+from bench.effect import ClosedPort, Effect, StoppedProcess
 from bench.place import free_ports
 from sim.demo.arm import Child
 from tests.apiserver import binaries

@@ -12,15 +12,13 @@ from aiohttp.test_utils import TestServer
 
 from bench.chaos.effects import (
     OF_POD,
-    ClosedPort,
     LeavingPicker,
     PartedPickers,
     RisingCounter,
     SilentServer,
-    StoppedProcess,
 )
 from bench.chaos.pods import Fault, FaultyPod
-from bench.effect import NoEffectError
+from bench.effect import ClosedPort, NoEffectError, StoppedProcess
 
 OF_PODS = [fault for fault in Fault if fault is not Fault.NONE]
 
@@ -110,10 +108,9 @@ async def test_a_process_that_was_stopped_is_told_from_one_that_runs():
         await effect.during()
 
 
-async def test_a_port_that_still_accepts_is_not_closed(monkeypatch):
-    monkeypatch.setattr("bench.chaos.effects.OBSERVED_S_MAX", 0.2)
+async def test_a_port_that_still_accepts_is_not_closed():
     async with served(web.Application()) as port:
-        effect = ClosedPort("server", port)
+        effect = ClosedPort("server", port, s_max=0.2)
         await effect.before()
         with pytest.raises(NoEffectError, match="a connection is accepted"):
             await effect.during()
@@ -148,11 +145,10 @@ class Pages:
         )
 
 
-async def test_a_picker_that_stays_ready_does_not_leave(monkeypatch):
-    monkeypatch.setattr("bench.chaos.effects.OBSERVED_S_MAX", 0.2)
+async def test_a_picker_that_stays_ready_does_not_leave():
     pages = Pages()
     async with served(pages.application()) as port:
-        effect = LeavingPicker(f"http://127.0.0.1:{port}")
+        effect = LeavingPicker(f"http://127.0.0.1:{port}", s_max=0.2)
         await effect.before()
         with pytest.raises(NoEffectError, match="reports that it is ready"):
             await effect.during()
@@ -161,11 +157,10 @@ async def test_a_picker_that_stays_ready_does_not_leave(monkeypatch):
     await effect.during()
 
 
-async def test_pickers_that_still_hear_each_other_are_not_parted(monkeypatch):
-    monkeypatch.setattr("bench.chaos.effects.QUIET_S", 0.05)
+async def test_pickers_that_still_hear_each_other_are_not_parted():
     pages = Pages()
     async with served(pages.application()) as port:
-        effect = PartedPickers([f"http://127.0.0.1:{port}"])
+        effect = PartedPickers([f"http://127.0.0.1:{port}"], quiet_s=0.05)
         await effect.before()
         with pytest.raises(NoEffectError, match="1 bytes received"):
             await effect.during()
@@ -173,12 +168,11 @@ async def test_pickers_that_still_hear_each_other_are_not_parted(monkeypatch):
         await effect.during()
 
 
-async def test_a_counter_that_stays_is_no_proof(monkeypatch):
-    monkeypatch.setattr("bench.chaos.effects.OBSERVED_S_MAX", 0.2)
+async def test_a_counter_that_stays_is_no_proof():
     pages = Pages()
     async with served(pages.application()) as port:
         url = f"http://127.0.0.1:{port}"
-        effect = RisingCounter("disk", [url], "homing_capture_write_errors_total")
+        effect = RisingCounter("disk", [url], "homing_capture_write_errors_total", s_max=0.2)
         await effect.before()
         await effect.during()
         pages.step = 0
@@ -187,8 +181,7 @@ async def test_a_counter_that_stays_is_no_proof(monkeypatch):
             await effect.during()
 
 
-async def test_a_server_that_answers_is_not_silent(monkeypatch):
-    monkeypatch.setattr("bench.chaos.effects.NO_ANSWER_S", 0.2)
+async def test_a_server_that_answers_is_not_silent():
     answers = asyncio.Event()
     answers.set()
 
@@ -199,7 +192,7 @@ async def test_a_server_that_answers_is_not_silent(monkeypatch):
     application = web.Application()
     application.add_routes([web.post("/v1/traces", collect)])
     async with served(application) as port:
-        effect = SilentServer(f"http://127.0.0.1:{port}/v1/traces")
+        effect = SilentServer(f"http://127.0.0.1:{port}/v1/traces", s_max=0.2)
         await effect.before()
         with pytest.raises(NoEffectError, match="an answer within"):
             await effect.during()

@@ -1,0 +1,153 @@
+"""Proofs that the attacks of `bench.attack.attacks` reached the picker, or the pod they go through.
+
+An attacker counts what it sent. A proof compares that with what the attacked process counted by
+itself: the metrics page of the picker, read once a second while the attack runs, or the metrics
+page of the pod that was changed.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from aiohttp import ClientError, ClientSession, ClientTimeout
+from msgspec import Struct, field
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.attack.attacks import HELD_CLIENTS, IDLE_CONNECTIONS, ZERO_WINDOWS
+from bench.effect import require_effect
+from bench.place import Place
+
+READ_S: Final = 1.0
+TIMEOUT_S: Final = 10.0
+PAGE_BYTES: Final = 4_096
+"""A true metrics page of the bench's pods is shorter than this; a hostile one differs within it."""
+_STREAMS: Final = "homing_extproc_streams_total"
+_FAILED: Final = f"{_STREAMS}, not OK"
+_OPEN_STREAMS: Final = "homing_extproc_streams_inflight"
+_MESSAGES: Final = "homing_extproc_messages_total"
+_CONNECTIONS: Final = "homing_extproc_connections"
+_CUT: Final = "homing_extproc_connections_cut_total"
+_REFUSALS: Final = "homing_refusals_total"
+
+
+class Watch(Struct):
+    """The picker's metrics and one pod's page, as far as they were read."""
+
+    place: Place
+    first: dict[str, float] = field(default_factory=dict)
+    """Each metric of the picker, summed over its series, before the attack."""
+    last: dict[str, float] = field(default_factory=dict)
+    highest: dict[str, float] = field(default_factory=dict)
+    pod_pages: set[bytes] = field(default_factory=set)
+    """Beginnings of the metrics pages that the first pod served."""
+
+    def rise(self, name: str) -> float:
+        """Return how much a counter rose since the attack began."""
+        return self.last.get(name, 0.0) - self.first.get(name, 0.0)
+
+    def peak(self, name: str) -> float:
+        """Return by how much the highest value of a gauge is above that before the attack."""
+        return self.highest.get(name, 0.0) - self.first.get(name, 0.0)
+
+    async def begin(self) -> None:
+        """Read everything once, before the attack."""
+        await self.read()
+        self.first = dict(self.last)
+
+    async def run(self) -> None:
+        """Read again and again until cancelled."""
+        while True:
+            await asyncio.sleep(READ_S)
+            await self.read()
+
+    async def read(self) -> None:
+        """Read the picker's metrics and the beginning of the first pod's page."""
+        timeout = ClientTimeout(total=TIMEOUT_S)
+        try:
+            async with ClientSession(timeout=timeout) as session:
+                url = f"http://127.0.0.1:{self.place.pods.ports[0]}/metrics"
+                async with session.get(url) as response:
+                    self.pod_pages.add(await response.content.read(PAGE_BYTES))
+                async with session.get(f"{self.place.pages}/metrics") as response:
+                    self._take(await response.text())
+        except (ClientError, TimeoutError):
+            # A picker under attack may answer late; the next read counts.
+            return
+
+    def _take(self, page: str) -> None:
+        sums: dict[str, float] = {}
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples:
+                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+                if sample.name == _STREAMS and sample.labels["code"] != "OK":
+                    sums[_FAILED] = sums.get(_FAILED, 0.0) + sample.value
+        self.last = sums
+        for name, value in sums.items():
+            self.highest[name] = max(value, self.highest.get(name, value))
+
+
+def require_reached(watch: Watch, name: str, done: int, probes: int) -> None:
+    """Require the proof of attack `name`, of which the attacker counted `done`.
+
+    `probes` requests of others fell into the same time. Raises `NoEffectError`.
+    """
+    require_effect(
+        done > 0, f"attack {name}", observed="an attacker that sent nothing", expected="an attack"
+    )
+    what, observed, expected = PROOFS[name](watch, done, probes)
+    require_effect(
+        observed >= expected,
+        f"attack {name}",
+        observed=f"{observed:,.0f} {what}",
+        expected=f"at least {expected:,.0f}",
+    )
+
+
+def _streams(watch: Watch, done: int, probes: int) -> tuple[str, float, float]:
+    return "streams at the picker", watch.rise(_STREAMS), probes / 2 + done / 2
+
+
+def _refused(watch: Watch, done: int, _: int) -> tuple[str, float, float]:
+    refused = watch.rise(_REFUSALS) + watch.rise(_FAILED)
+    return "requests refused by the picker, or ended with an error", refused, done / 2
+
+
+PROOFS: Final[Mapping[str, Callable[[Watch, int, int], tuple[str, float, float]]]] = {
+    "held": lambda watch, *_: (
+        "streams open at once at the picker",
+        watch.peak(_OPEN_STREAMS),
+        HELD_CLIENTS / 2,
+    ),
+    "bodies": _streams,
+    "pieces": lambda watch, done, _: (
+        "messages at the picker",
+        watch.rise(_MESSAGES),
+        done / 2,
+    ),
+    "page": lambda watch, done, _: (
+        "different metrics pages of the attacked pod",
+        len(watch.pod_pages),
+        2,
+    ),
+    "resets": _streams,
+    "burst": _streams,
+    "subset": _refused,
+    "models": _streams,
+    "refusals": _refused,
+    "tiny": lambda watch, *_: ("more connections at the picker", watch.peak(_CONNECTIONS), 1),
+    "windows": lambda watch, *_: (
+        "streams open at once at the picker",
+        watch.peak(_OPEN_STREAMS),
+        ZERO_WINDOWS / 2,
+    ),
+    "idle": lambda watch, *_: (
+        "more connections at the picker, those included that it cut",
+        watch.peak(_CONNECTIONS) + watch.rise(_CUT),
+        IDLE_CONNECTIONS / 2,
+    ),
+    "continuations": lambda watch, done, _: (
+        "connections cut by the picker",
+        watch.rise(_CUT),
+        done / 2,
+    ),
+}

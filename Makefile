@@ -19,7 +19,7 @@ SIM := --extra sim
 OURS := --no-emit-package homing-epp --no-emit-package homing-rivals
 PIP := $(BIN)/python -m pip --disable-pip-version-check install
 
-.PHONY: help demo test quick validate coverage peers check fmt bench attack chaos soak dist sbom audit tools image actionlint h2spec docs site walkthrough night lock tokenizers apiserver cluster cluster-down cluster-gateway test-cluster kwok cluster-many walkthrough-cluster real clean
+.PHONY: help demo test quick validate coverage peers check fmt bench attack chaos soak dist sbom audit tools image actionlint h2spec docs site walkthrough night evidence lock tokenizers apiserver cluster cluster-down cluster-gateway test-cluster kwok cluster-many walkthrough-cluster real clean
 
 help:                 ## what there is to make
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /\1 /p' Makefile | while read -r target what; do \
@@ -46,13 +46,14 @@ validate: $(STAMP)    ## the simulator against whole-hour traces, some minutes
 peers: $(PEERS)       ## strategies beside the programs that they copy, minutes: docs/peers.md
 	HOMING_PEERS_REPORT=docs/peers.md $(BIN)/python -m pytest -m peers tests/peers
 
-check: $(STAMP)       ## format, lint, types, architecture, dependencies
+check: $(STAMP)       ## format, lint, types, architecture, dependencies, inventory of evidence; prints stale evidence
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/deptry .
 	$(BIN)/deptry --config rivals/pyproject.toml rivals
+	@$(BIN)/python -m docs.evidence check
 
 fmt: $(STAMP)         ## format and fix what can be fixed
 	$(BIN)/ruff format .
@@ -115,6 +116,9 @@ walkthrough: $(STAMP) ## docs/walkthrough.md anew: from a guess to tuned weights
 night: $(STAMP)       ## docs/night.md anew: five questions at three in the morning, six minutes
 	@$(BIN)/python -m docs.night
 
+evidence: $(STAMP)    ## measure stale evidence again, the shortest first; Ctrl-C, resume; OPTIONS="--minutes 30"
+	@$(BIN)/python -m docs.evidence measure $(OPTIONS)
+
 lock: $(STAMP)        ## write the lock files anew from pyproject.toml
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip compile --quiet --upgrade --universal --generate-hashes --no-emit-index-url --no-emit-find-links --no-header $(OURS) $(EPP) $(SIM) --group dev pyproject.toml -o lock/dev.txt
@@ -156,7 +160,7 @@ real: $(STAMP)        ## two real vLLM behind Envoy and the picker: what is told
 	@$(BIN)/python -m tests.real
 
 clean:                ## remove what was made, .venv too
-	rm -rf .venv .peers $(TOOLS) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.* demo bench-report site
+	rm -rf .venv .peers $(TOOLS) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.* demo bench-report site evidence
 
 $(TOOLS)/.installed: lock/release.txt
 	@$(PYTHON) -m venv $(TOOLS)

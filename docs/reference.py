@@ -33,7 +33,7 @@ from msgspec.inspect import (
     type_info,
 )
 
-from docs import caches, exact, ladders, leaderboard
+from docs import caches, exact, inventory, ladders, leaderboard
 from epp.configuration.build import INDEXES
 from epp.configuration.compatibility import (
     ACCEPTED,
@@ -173,6 +173,7 @@ def refreshed(page: str) -> str:
         "cache-slots": caches.agent_table,
         "cache-system-prompt": caches.spc_table,
         "cache-disk": caches.mlx_table,
+        "evidence": lambda: inventory.table(inventory.read().evidence),
         "exact-known": lambda: exact.known_table(exact.read()),
         "exact-adapters": lambda: exact.adapter_table(exact.read()),
         "exact-learnt": lambda: exact.learnt_table(exact.read()),

@@ -41,6 +41,7 @@ ELSEWHERE = {
     "make cluster-many": "tests/cluster/test_many.py",
     "make demo": "tests/sim/demo/test_command.py",
     "make docs": "tests/test_docs.py",
+    "make evidence": "tests/test_evidence.py",
     "make kwok": "tests/cluster/test_many.py",
     "make peers": "tests/peers",
     "make site": "tests/test_docs_site.py",

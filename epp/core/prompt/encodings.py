@@ -158,22 +158,22 @@ class _Zstd:
         return self._stream is None and self.frames > 0 and not (self._head or self._skip_bytes)
 
     def decode(self, data: bytes) -> tuple[bytes, int]:
+        given = len(data)
+        data = self._head + data
+        self._head = b""
+        self.pending = False
         if self._skip_bytes:
             skipped = min(self._skip_bytes, len(data))
             self._skip_bytes -= skipped
-            return b"", len(data) - skipped
+            return b"", self._left(data[skipped:], given)
         if self._stream is None:
-            if not data:
-                return b"", 0
-            data = self._head + data
-            self._head = b""
             if len(data) < _ZSTD_SKIPPABLE_HEAD_BYTES:
                 self._head = data
                 return b"", 0
             if int.from_bytes(data[:4], "little") & ~0xF == _ZSTD_SKIPPABLE:
                 self.frames += 1
                 self._skip_bytes = int.from_bytes(data[4:_ZSTD_SKIPPABLE_HEAD_BYTES], "little")
-                return b"", len(data) - _ZSTD_SKIPPABLE_HEAD_BYTES
+                return b"", self._left(data[_ZSTD_SKIPPABLE_HEAD_BYTES:], given)
             window_bytes = _zstd_window_bytes(data)
             if window_bytes is None:
                 self._head = data
@@ -185,12 +185,23 @@ class _Zstd:
             self.frames += 1
             self._stream = zstd.ZstdDecompressor(options=_ZSTD_OPTIONS)
         decoded = self._stream.decompress(data, CALL_BYTES_MAX)
-        self.pending = not (self._stream.eof or self._stream.needs_input)
         if not self._stream.eof:
+            self.pending = not self._stream.needs_input
             return decoded, 0
-        left = len(self._stream.unused_data)
+        rest = self._stream.unused_data
         self._stream = None
-        return decoded, left
+        return decoded, self._left(rest, given)
+
+    def _left(self, rest: bytes, given: int) -> int:
+        """Return how much of the last `given` bytes is left if `rest` was not used.
+
+        A longer rest, which the library kept, begins the next call.
+        """
+        if len(rest) <= given:
+            return len(rest)
+        self._head = rest
+        self.pending = True
+        return 0
 
 
 def _zstd_window_bytes(frame: bytes) -> int | None:
@@ -240,7 +251,9 @@ class _Brotli:
         except self._error as error:
             raise _UnreadableError from error
         self.complete = self._stream.is_finished()
-        self.pending = not (self.complete or self._stream.can_accept_more_data())
+        # The library also accepts input while it still has output.
+        full = len(decoded) >= CALL_BYTES_MAX or not self._stream.can_accept_more_data()
+        self.pending = full and not self.complete and bool(data or decoded)
         return decoded, 0
 
 

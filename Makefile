@@ -13,7 +13,7 @@ QUICK := tests/core tests/plugins tests/rivals tests/configuration tests/flags t
   tests/shell/test_supervision.py tests/test_interrupts.py tests/chart/test_migrate_values.py tests/sim/traces
 # Dask and Ray must have the version of the cluster that they speak to, which only its owner knows.
 # That is, of what the two images have.
-EPP := --extra otel --extra tokens --extra top --extra valkey
+EPP := --extra brotli --extra otel --extra tokens --extra top --extra valkey
 SIM := --extra sim
 # Made here, and installed from here.
 OURS := --no-emit-package homing-epp --no-emit-package homing-rivals

@@ -191,7 +191,8 @@ async def _is_ready(session: ClientSession, place: Place) -> bool:
 
 
 async def _serve_pod(port: int, pages: Mapping[str, Callable[[], bytes]]) -> None:
-    runner = web.AppRunner(_pod(port, pages), access_log=None)
+    # Engines judge what clients send; here nothing is wrong with it.
+    runner = web.AppRunner(_pod(port, pages), access_log=None, auto_decompress=False)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
     await asyncio.Event().wait()

@@ -184,6 +184,8 @@ class Stream:
         answers = []
         for message in messages:
             answered = self.session.receive(decode(message), self.now)
+            while self.session.undecoded:
+                answered += self.session.carry_on(self.now)
             answers += [v3.ProcessingResponse.parse(encode(answer)) for answer in answered]
             self.session.sent()
         return answers

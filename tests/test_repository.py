@@ -69,7 +69,7 @@ CLUSTERS = frozenset({"dask", "ray"})
 
 
 EXTRAS = set(PROJECT["project"]["optional-dependencies"])
-OF_THE_PICKER = frozenset({"otel", "top", "valkey"})
+OF_THE_PICKER = frozenset({"brotli", "otel", "top", "valkey"})
 
 
 def dependencies(*, extras=frozenset(EXTRAS), without=frozenset()):

@@ -7,17 +7,21 @@ did, and which requests were lost that it asked beside it and meant no harm with
 
 import asyncio
 import contextlib
+import gzip
 import itertools
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 
 import grpc
 import grpc.aio
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 
 from bench.attack import gateway as gw
+from bench.effect import require_effect
 from bench.hostile_bodies import ATTACKS as KINDS
 from bench.hostile_bodies import MB
 from bench.raw_http2 import (
@@ -37,6 +41,11 @@ from bench.raw_http2 import (
     header_block,
 )
 
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
 HELD_CLIENTS = 66
 HELD_BYTES = 31 * 1024 * 1024
 BURST = 4_000
@@ -52,6 +61,7 @@ IDLE_CONNECTIONS = 1_024
 ZERO_WINDOWS = 4_000
 """Streams that may be answered with nothing."""
 CONTINUATIONS = 10_000
+FRAMES = 60_000
 WATCH = header_block(
     method="POST",
     scheme="http",
@@ -166,6 +176,63 @@ async def _bodies(target: Target) -> str:
             sent += 1
     target.done = sent
     return f"{sent} bodies of 1 MB, {len(bodies)} kinds"
+
+
+async def _encoded(target: Target) -> str:
+    """Compressed bodies: bombs of gzip and zstd, a truncated one, and one of many small frames."""
+    zeros = bytes(REFUSED_BYTES // 20)
+    hostile = {
+        "gzip bomb": ("gzip", gzip.compress(zeros), 413),
+        "zstd bomb": ("zstd", zstd.compress(zeros), 413),
+        "truncated": ("zstd", zstd.compress(bytes(MB))[:-1], 200),
+        "frames": ("zstd", zstd.compress(b"") * FRAMES, 200),
+    }
+    counted: Counter[str] = Counter()
+
+    async def raw(opened: grpc.aio.Channel, encoding: str, content: bytes) -> int:
+        call = opened.stream_stream(gw.PROCESS)(timeout=ASK_S_MAX)
+        await call.write(gw.headers({"content-encoding": encoding}))
+        for start in range(0, len(content), gw.CHUNK_BYTES):
+            end = start + gw.CHUNK_BYTES
+            await call.write(gw.body(content[start:end], end=end >= len(content)))
+        answer = ProcessingResponse.FromString(await call.read())
+        call.cancel()
+        refused = answer.HasField("immediate_response")
+        return int(answer.immediate_response.status.code) if refused else 200
+
+    async def http(session: ClientSession, encoding: str, content: bytes) -> int:
+        headers = {"content-encoding": encoding}
+        url = f"{target.gateway}/v1/completions"
+        async with session.post(url, data=content, headers=headers) as response:
+            await response.read()
+            return response.status
+
+    async def client(_: int) -> int:
+        sent = 0
+        async with gw.channel(target.picker) as opened, _session() as session:
+            for name, (encoding, content, expected) in itertools.cycle(hostile.items()):
+                if not target.goes_on:
+                    break
+                try:
+                    asked = http(session, encoding, content) if target.gateway else None
+                    status = await (asked or raw(opened, encoding, content))
+                except (ClientError, TimeoutError, *GONE):
+                    status = 0
+                counted[name] += status == expected
+                sent += 1
+        return sent
+
+    sent = await _several(CONNECTIONS, client)
+    for name, (_, content, expected) in hostile.items():
+        require_effect(
+            counted[name] > 0,
+            f"encoded bodies, {name}",
+            observed=f"{counted[name]} of {sent} requests answered with {expected}",
+            expected="at least 1",
+        )
+        assert len(content) < MB, "a hostile body is small"
+    each = ", ".join(f"{count} {name}" for name, count in counted.items())
+    return f"{sent} small bodies that decode to 107 MB, or to nothing: {each}"
 
 
 async def _pieces(target: Target) -> str:
@@ -483,6 +550,7 @@ async def _continuations(target: Target) -> str:
 ATTACKS: Mapping[str, Callable[[Target], Coroutine[object, object, str]]] = {
     "held": _held,
     "bodies": _bodies,
+    "encoded": _encoded,
     "pieces": _pieces,
     "page": _page,
     "resets": _resets,

@@ -5,9 +5,10 @@ import aiohttp
 import pytest
 from msgspec import Struct
 
+from epp.core.decision.settings import SchedulerSettings
 from epp.core.protocol.session import SessionSettings
 from epp.shell.gateway.bootstrap import BootstrapOptions
-from tests.envoy.picker import Picker, running_picker
+from tests.envoy.picker import IN_TURN, Picker, running_picker
 from tests.envoy.recorder import RecordedStream, Recorder, recording
 from tests.envoy.rig import ENVOY, Envoy, http_client, running_envoy
 from tests.envoy.upstream import Pod, running_pods
@@ -64,11 +65,12 @@ def wire(opened, tmp_path, transport) -> Callable[..., Awaitable[Wired]]:
         pods: int = 1,
         settings: SessionSettings | None = None,
         edit: Callable[[dict], None] | None = None,
+        scheduling: SchedulerSettings = SchedulerSettings(profile=IN_TURN),  # noqa: B008  a constant
         **options,
     ) -> Wired:
         served = await opened.enter_async_context(running_pods(pods))
         picker = await opened.enter_async_context(
-            running_picker(served, settings=settings, transport=transport)
+            running_picker(served, settings=settings, transport=transport, scheduling=scheduling)
         )
         recorder = await opened.enter_async_context(recording(picker.address))
         chosen = BootstrapOptions(picker_address=recorder.address, plaintext=True, **options)

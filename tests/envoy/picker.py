@@ -118,8 +118,14 @@ class Witness:
 class Picker:
     """A running picker that chooses in turn."""
 
-    def __init__(self, settings: SessionSettings, streams_max: int, transport: str) -> None:
-        self.scheduler = Scheduler(SchedulerSettings(profile=IN_TURN), seed=1)
+    def __init__(
+        self,
+        settings: SessionSettings,
+        streams_max: int,
+        transport: str,
+        scheduling: SchedulerSettings,
+    ) -> None:
+        self.scheduler = Scheduler(scheduling, seed=1)
         self.witness = Witness()
         self.server = ExtProc(
             lambda gateway: Session(
@@ -177,9 +183,10 @@ async def running_picker(
     settings: SessionSettings | None = None,
     streams_max: int = STREAMS_MAX,
     transport: str = "ngh2",
+    scheduling: SchedulerSettings = SchedulerSettings(profile=IN_TURN),  # noqa: B008  a constant
 ) -> AsyncIterator[Picker]:
     """Serve ext_proc and health on a free port of loopback until the end of the block."""
-    picker = Picker(settings or SessionSettings(), streams_max, transport)
+    picker = Picker(settings or SessionSettings(), streams_max, transport, scheduling)
     picker.serve(pods)
     await picker.start(tls=tls)
     try:

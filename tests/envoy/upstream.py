@@ -85,7 +85,11 @@ class Pod:
         app.router.add_get("/v1/models", self._models)
         app.router.add_route("*", "/{path:.*}", self._answer)
         self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=0.01
+            app,
+            access_log=None,
+            auto_decompress=False,
+            handler_cancellation=True,
+            shutdown_timeout=0.01,
         )
         await self._runner.setup()
         site = web.TCPSite(self._runner, self.host, self.port, reuse_address=True)

@@ -68,6 +68,10 @@ class Parsed(Struct, frozen=True, kw_only=True):
     """What to forward: the very object that came in unless the model was rewritten."""
     incoming_model: str
     """The model as the body spells it; "" if it names none."""
+    decoded: bytes = b""
+    """The body without its content encoding; b"" if it has none, or was not decoded."""
+    unparsed: str = ""
+    """Why the request is placed without prompt knowledge; "" if everything was understood."""
 
 
 # Bodies. Only members that matter here; the others are skipped by the decoder.
@@ -318,7 +322,7 @@ def parse_request(
     `model_rewrite`, unless it is "", replaces the model of the body; what `rewrite` makes of the
     model of the body, unless it is None, goes before both. `segments` are given to the request.
     """
-    path = path or next(filter(None, map(headers.get, _PATH_HEADERS)), "") or _usual_path(body)
+    path = path or _path_of(headers) or _usual_path(body)
     suffix = _suffix(path, parsers)
     claim = _CLAIMS.get(suffix)
     if claim is None and ParserName.PASSTHROUGH not in parsers:
@@ -366,6 +370,24 @@ def opaque_request(
 ) -> InferenceRequest:
     """A request whose body is not looked at: routed by load alone."""
     return InferenceRequest(request_id=request_id, model=model, headers=headers)
+
+
+def claim_of(path: str, headers: Mapping[str, str], parsers: ParserSet) -> str | None:
+    """Return the end of the path by which a parser claims its bodies, e.g. "chat/completions".
+
+    "" if the gateway does not tell the path, so that the body decides; None if no parser reads it.
+    """
+    path = path or _path_of(headers)
+    if not path:
+        return ""
+    suffix = _suffix(path, parsers)
+    claim = _CLAIMS.get(suffix)
+    return None if claim is None or claim.read is None else suffix
+
+
+def _path_of(headers: Mapping[str, str]) -> str:
+    """The path that the gateway tells in a header; "" if there is none."""
+    return next(filter(None, map(headers.get, _PATH_HEADERS)), "")
 
 
 def _usual_path(body: bytes) -> str:

@@ -26,6 +26,11 @@ it is resolved the stream is WAITING, whatever the body mode. What the gateway s
 request is held, in its order and within the same bounds, and answered after it. Whatever else ends
 the stream ends the wait.
 
+A body with a content encoding is decoded while it comes, a bounded amount in each turn of the event
+loop (`core/prompt/encodings`). While `undecoded` is true, whoever drives the stream calls `carry_on`
+in later turns; if the body is whole by then, the stream is WAITING too. The endpoint gets the bytes
+that came, unless the model is rewritten.
+
 What a stream may cost is bounded here too. The pieces of its body are counted against the limit of
 one body and against what all streams together may hold (`BodyBudget`); a body in ever smaller
 pieces is refused, because a piece costs the same whatever is in it; and whoever drives the stream
@@ -38,6 +43,7 @@ not in it ends the stream: the gateway broke the protocol.
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
+from functools import partial
 from typing import Final, Protocol, TypeAlias
 
 from msgspec import Struct, field, structs
@@ -51,7 +57,15 @@ from epp.core.knowledge.load_report import (
     LOAD_REPORT_HEADER,
     LOAD_REPORT_REQUEST_HEADER,
 )
-from epp.core.prompt.parse import ALL_PARSERS, Parsed, ParserSet, opaque_request, parse_request
+from epp.core.prompt.encodings import CONTENT_ENCODING, EncodedBody, is_identity
+from epp.core.prompt.parse import (
+    ALL_PARSERS,
+    Parsed,
+    ParserSet,
+    claim_of,
+    opaque_request,
+    parse_request,
+)
 from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.budget import PIECE_BYTES, BodyBudget
 from epp.core.protocol.messages import (
@@ -157,6 +171,8 @@ class Exchange:
         "started_at_s",
         "status",
         "trace",
+        "unparsed",
+        "unparsed_api",
         "unseen_body",
         "usage",
     )
@@ -175,6 +191,10 @@ class Exchange:
         """The mode that made the picker schedule without having seen the body."""
         self.passed_unread = False
         """The body could be seen, but there was no memory to read it."""
+        self.unparsed = ""
+        """Why the request is placed without prompt knowledge although the body was seen."""
+        self.unparsed_api = ""
+        """The end of the path by which a parser claims the body, where `unparsed` is set."""
         self.answered_at_s = started_at_s
         """When the message came that the decision or refusal answers."""
         self.response_started_at_s: Seconds | None = None
@@ -305,6 +325,16 @@ class Session:
         self._budget = budget or BodyBudget(sys.maxsize)
         self._taken_bytes = 0
         """Of the budget, by this stream."""
+        self._encoded: EncodedBody | None = None
+        """The decoder of the body, until it is read; None if the body has no content encoding."""
+        self._decoding_bytes = 0
+        """Of the budget, what the decoder and its output hold."""
+        self._recoded = False
+        """The body was decoded. If it is changed, its encoding is gone."""
+        self._read: Callable[[Seconds], list[Answer]] | None = None
+        """Reads the body that is whole, once it is decoded."""
+        self.undecoded = False
+        """`carry_on` must be called in a later turn of the event loop."""
         self._resolver = resolver
         self.resume: Resume | None = None
         self._wait: Wait | None = None
@@ -411,6 +441,28 @@ class Session:
             answers += self.receive(event, now)
         return answers
 
+    def carry_on(self, now: Seconds) -> list[Answer]:
+        """Decode more of the body; return the answers to send, in order.
+
+        Does nothing unless `undecoded` is true.
+        """
+        if not self.undecoded:
+            return []
+        encoded, read = self._encoded, self._read
+        assert encoded is not None, "something is to be decoded"
+        refused = self._work(encoded)
+        if refused or read is None or encoded.unfinished:
+            return refused
+        self._read = None
+        held, self._held = self._held, []
+        answers = read(now)
+        if self.waiting:
+            self._held = held
+            return answers
+        for event in held:
+            answers += self.receive(event, now)
+        return answers
+
     def time_out(self, now: Seconds) -> list[Answer]:
         """The request did not become whole, or was not placed, in time: refuse it."""
         self._exchange.answered_at_s = now
@@ -455,8 +507,12 @@ class Session:
         self._endless = event.headers.get(UPGRADE_HEADER, "").lower() == "websocket"
         if mode in _HOLDING and not self._endless:
             self._phase = Phase.COLLECTING
+            if CONTENT_ENCODING in event.headers:
+                self._begin_decoding(event.headers[CONTENT_ENCODING])
             return []
         if mode in _BUFFERING:
+            if CONTENT_ENCODING in event.headers:
+                self._begin_decoding(event.headers[CONTENT_ENCODING])
             self._phase = Phase.BUFFERED
             return [RequestHeadersAnswer()]
         self._exchange.unseen_body = mode
@@ -467,6 +523,10 @@ class Session:
         refused = self._hold(event.body)
         if refused:
             return refused
+        if self._encoded is not None:
+            refused = self._decode(event.body)
+            if refused:
+                return refused
         if self._is_to_pass():
             return self._route_unread(now, ends=event.end_of_stream)
         return self._route_full_duplex(now, trailers=False) if event.end_of_stream else []
@@ -484,24 +544,38 @@ class Session:
         if partial:
             # The body did not fit into Envoy's buffer: what is here is no whole JSON document.
             self._exchange.unseen_body = self._modes.request
-            return self._route_body(self._opaque(), None, b"", now)
+            return self._route_unread_buffered(now)
         self._body.clear()
+        if self._encoded is not None:
+            refused = self._decode(event.body)
+            if refused:
+                return refused
         if self._is_to_pass():
             self._exchange.passed_unread = True
-            return self._route_body(self._opaque(), None, b"", now)
-        parsed = self._parse(event.body)
+            return self._route_unread_buffered(now)
+        if self.undecoded:
+            return self._wait_until_decoded(lambda at: self._route_buffered(event.body, at))
+        return self._route_buffered(event.body, now)
+
+    def _route_buffered(self, body: bytes, now: Seconds) -> list[Answer]:
+        parsed = self._parse(body)
         if isinstance(parsed, Refusal):
             return self._refuse(parsed)
-        changed = _changed(parsed, event.body)
-        return self._route_body(parsed.request, changed, parsed.body, now)
+        changed = _changed(parsed, body)
 
-    def _route_body(
-        self, request: InferenceRequest, changed: bytes | None, body: bytes, now: Seconds
-    ) -> list[Answer]:
         def answers(destination: Destination) -> list[Answer]:
             return [RequestBodyAnswer(destination, changed)]
 
-        return self._place(_Pending(request, changed, answers, body), now)
+        text = parsed.decoded or parsed.body
+        return self._place(_Pending(parsed.request, changed, answers, text), now)
+
+    def _route_unread_buffered(self, now: Seconds) -> list[Answer]:
+        def answers(destination: Destination) -> list[Answer]:
+            return [RequestBodyAnswer(destination)]
+
+        if self._encoded is not None:
+            self._drop_decoder()
+        return self._place(_Pending(self._opaque(), None, answers), now)
 
     def _buffered_trailers(self, event: RequestTrailers, now: Seconds) -> list[Answer]:
         """Trailers and no body at all: too late for a destination, there is nothing to serve."""
@@ -557,7 +631,9 @@ class Session:
                 set_headers |= explaining_headers(self._explained, self._scheduler.failures)
             set_headers |= decision.response_headers(event.served)
             self._observer.response_started(exchange)
-        if self._settings.parse_response_usage:
+        if self._settings.parse_response_usage and is_identity(
+            event.headers.get(CONTENT_ENCODING, "")
+        ):
             content_type = event.headers.get("content-type", "")
             streamed = content_type.startswith("text/event-stream")
             self._usage_reader = UsageReader(event_stream=streamed)
@@ -568,7 +644,7 @@ class Session:
             self._end_response(now)
         self._declined = (
             self._settings.decline_response_bodies
-            and self._usage_reader is None
+            and not self._settings.parse_response_usage
             # Measured on Envoy 1.40: one of the two in full duplex, and no override counts.
             and self._modes.request not in _HOLDING
             and self._modes.response is BodyMode.STREAMED
@@ -651,11 +727,85 @@ class Session:
     def _let_go(self) -> None:
         """The body is not needed any more."""
         self._body.clear()
+        if self._encoded is not None:
+            self._drop_decoder()
         self._give_back()
 
     def _give_back(self) -> None:
         self._budget.give_back(self._taken_bytes)
         self._taken_bytes = 0
+
+    # Content encodings.
+
+    def _begin_decoding(self, encoding: str) -> None:
+        """Decode the body that follows, if a parser reads it."""
+        headers, settings = self._headers, self._settings
+        if (
+            is_identity(encoding)
+            or claim_of(headers.get(":path", ""), headers, settings.parsers) is None
+        ):
+            return
+        self._encoded = EncodedBody(encoding, settings.request_body_bytes_max)
+
+    def _decode(self, chunk: bytes) -> list[Answer]:
+        """Take the next encoded chunk, and decode for one turn; return a refusal or nothing."""
+        assert self._encoded is not None, "the body has a content encoding"
+        self._encoded.feed(chunk)
+        return self._work(self._encoded)
+
+    def _work(self, encoded: EncodedBody) -> list[Answer]:
+        """Decode for one turn; return a refusal or nothing."""
+        encoded.work()
+        if encoded.too_large:
+            return self._refuse(_decoded_too_large(self._settings.request_body_bytes_max))
+        if not self._count(encoded):
+            return self._refuse(_BODIES_HELD)
+        self.undecoded = encoded.unfinished
+        return []
+
+    def _count(self, encoded: EncodedBody) -> bool:
+        """Count what `encoded` holds against the budget; return whether there was room."""
+        more_bytes = encoded.held_bytes - self._decoding_bytes
+        if more_bytes > 0 and not self._budget.take(more_bytes, self._taken_bytes):
+            return False
+        if more_bytes < 0:
+            self._budget.give_back(-more_bytes)
+        self._taken_bytes += more_bytes
+        self._decoding_bytes += more_bytes
+        return True
+
+    def _wait_until_decoded(self, read: Callable[[Seconds], list[Answer]]) -> list[Answer]:
+        """The body is whole, and `carry_on` decodes the rest of it before `read` is called."""
+        self._phase = Phase.WAITING
+        self._read = read
+        return []
+
+    def _drop_decoder(self) -> None:
+        """Nothing more is decoded. What was decoded counts until the request is answered."""
+        self._encoded = None
+        self._read = None
+        self.undecoded = False
+
+    def _parse_encoded(self, encoded: EncodedBody, body: bytes) -> Parsed | Refusal:
+        """Read a body that has a content encoding; if that is impossible, place it unread."""
+        decoded = encoded.finish()
+        self._count(encoded)
+        self._drop_decoder()
+        if decoded is None:
+            assert encoded.problem is not None, "a body that is not decoded has a reason"
+            reason = encoded.problem.value
+            headers = self._headers
+            claim = claim_of(headers.get(":path", ""), headers, self._settings.parsers)
+            self._exchange.unparsed, self._exchange.unparsed_api = reason, claim or "unknown"
+            return Parsed(request=self._opaque(), body=body, incoming_model="", unparsed=reason)
+        parsed = self._parse(decoded)
+        self._exchange.request_bytes = len(body)
+        if isinstance(parsed, Refusal):
+            return parsed
+        if parsed.body is decoded:
+            return structs.replace(parsed, body=body, decoded=decoded)
+        self._recoded = True
+        return parsed
 
     def _route_headers(self, now: Seconds, *, ends: bool = True) -> list[Answer]:
         """Schedule at the headers: there is no body, or none that the picker will see in time.
@@ -670,6 +820,8 @@ class Session:
         return self._place(_Pending(self._opaque(), None, answers), now)
 
     def _route_full_duplex(self, now: Seconds, *, trailers: bool) -> list[Answer]:
+        if self.undecoded:
+            return self._wait_until_decoded(partial(self._route_full_duplex, trailers=trailers))
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._body.clear()
         parsed = self._parse(body)
@@ -685,14 +837,15 @@ class Session:
             return answered
 
         changed = _changed(parsed, body)
-        return self._place(_Pending(parsed.request, changed, answers, parsed.body), now)
+        text = parsed.decoded or parsed.body
+        return self._place(_Pending(parsed.request, changed, answers, text), now)
 
     def _is_to_pass(self) -> bool:
         """The body is too long to be read now, and nothing in it needs to be changed."""
         settings = self._settings
         return (
             settings.pass_from_bytes is not None
-            and self._body_bytes >= settings.pass_from_bytes
+            and self._body_bytes + self._decoding_bytes >= settings.pass_from_bytes
             and settings.rewrite is None
             and not (settings.trust_model_rewrite and _first(self._headers, REWRITE_HEADERS))
         )
@@ -701,6 +854,8 @@ class Session:
         """Schedule without the prompt, pass back what there is of the body, and the rest as it comes."""
         body = b"".join(self._body)
         self._body.clear()
+        if self._encoded is not None:
+            self._drop_decoder()
         self._exchange.passed_unread = True
 
         def answers(destination: Destination) -> list[Answer]:
@@ -745,6 +900,9 @@ class Session:
         return []
 
     def _end_wait(self) -> None:
+        if self._read is not None:
+            self._read = None
+            self._held.clear()
         if self._pending is None:
             return
         wait, self._wait, self._pending = self._wait, None, None
@@ -756,6 +914,9 @@ class Session:
         return opaque_request(headers=self._headers, request_id=self._request_id())
 
     def _parse(self, body: bytes) -> Parsed | Refusal:
+        encoded = self._encoded
+        if encoded is not None:
+            return self._parse_encoded(encoded, body)
         self._exchange.request_bytes = len(body)
         parsed = parse_request(
             path=self._headers.get(":path", ""),
@@ -771,6 +932,7 @@ class Session:
         )
         if not isinstance(parsed, Refusal):
             self._exchange.incoming_model = parsed.incoming_model
+            self._exchange.unparsed = parsed.unparsed
         return parsed
 
     def _request_id(self) -> str:
@@ -831,6 +993,8 @@ class Session:
             not_clients = (CONTROL_HEADERS | decision.own_request_headers) - marked.keys()
         if not not_clients.isdisjoint(headers):
             remove_headers = tuple([name for name in headers if name in not_clients])
+        if changed_body is not None and self._recoded:
+            remove_headers += (CONTENT_ENCODING,)
         trace = self._exchange.trace
         if trace is not None:
             remove_headers += trace.remove_headers
@@ -956,6 +1120,14 @@ def _too_large(limit: int) -> Refusal:
         reason=RefusalReason.BODY_TOO_LARGE,
         status=413,
         message=f"the request body is larger than {limit} bytes",
+    )
+
+
+def _decoded_too_large(limit: int) -> Refusal:
+    return Refusal(
+        reason=RefusalReason.BODY_TOO_LARGE,
+        status=413,
+        message=f"the decoded request body is larger than {limit} bytes",
     )
 
 

@@ -5,6 +5,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Final, Protocol
 
 import structlog
@@ -15,6 +16,7 @@ from epp.core.protocol.waiting import Resolution
 from epp.core.types import Refusal, RefusalReason, Seconds
 from epp.shell.gateway.calls import DEFECT, OK, Call, Code, Cut, EndedCall, Opener, Status, Wire
 from epp.shell.gateway.codec import MalformedMessageError, encode
+from epp.shell.gateway.turns import Turns
 from epp.shell.gateway.wire import Decoder
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -93,6 +95,7 @@ class ExtProc:
         self._overloaded_answer = encode(refusing(overloaded))
         self._gateways: OrderedDict[str, Gateway] = OrderedDict()
         self._calls: set[_ExtProcCall] = set()
+        self._decoding = Turns(clock)
         self._opened_at_s = -math.inf
         self.shedding = 0
         """Streams that wait for a message to be refused at."""
@@ -148,6 +151,10 @@ class ExtProc:
         self.observer.stream_opened()
         return call
 
+    def decode_later(self, call: "_ExtProcCall") -> None:
+        """Give `call`, which has no turns yet, turns to decode its body."""
+        self._decoding.due(call)
+
     def forget(self, call: "_ExtProcCall") -> None:
         """`call` is over."""
         self._calls.discard(call)
@@ -174,7 +181,7 @@ class ExtProc:
 class _ExtProcCall:
     """One request: its messages go through the session, its answers come out encoded."""
 
-    __slots__ = ("_half_closed", "_service", "ended", "opened_at_s", "session", "wire")
+    __slots__ = ("_decoding", "_half_closed", "_service", "ended", "opened_at_s", "session", "wire")
 
     def __init__(self, service: ExtProc, session: Session, wire: Wire) -> None:
         self._service = service
@@ -184,6 +191,8 @@ class _ExtProcCall:
         self.opened_at_s = service.clock()
         self.ended: Status | None = None
         self._half_closed = False
+        self._decoding = False
+        """It has turns to decode its body."""
         if session.may_wait:
             session.resume = self._resume
 
@@ -192,6 +201,9 @@ class _ExtProcCall:
         try:
             service = self._service
             answers = session.receive(service.decoder.decode(message), service.clock())
+            if session.undecoded and not self._decoding:
+                self._decoding = True
+                service.decode_later(self)
             encoded = self._encoded(answers)
         except MalformedMessageError as error:
             session.failed(StreamFailure.MALFORMED)
@@ -217,20 +229,31 @@ class _ExtProcCall:
             self.ended = OK
         return encoded
 
+    def turn(self) -> bool:
+        """Decode more of the body; return whether there is more to decode."""
+        self._go_on(self.session.carry_on)
+        self._decoding = self.session.undecoded
+        return self._decoding
+
     def _resume(self, resolution: Resolution) -> None:
         """The request need not wait any more: answer it."""
+        self._go_on(partial(self.session.resolved, resolution))
+
+    def _go_on(self, step: Callable[[Seconds], Sequence[Answer]]) -> None:
+        """Send the answers of `step`, which no message caused."""
         session, service = self.session, self._service
         try:
-            for answer in session.resolved(resolution, service.clock()):
+            for answer in step(service.clock()):
                 self.wire.push(encode(answer))
         except Exception:  # noqa: BLE001  the boundary of a request
             self._defect()
             self.wire.end(DEFECT)
             return
         drained = service.draining and session.may_end_for_drain()
+        half_closed = self._half_closed and not session.waiting
         if session.violated:
             self.wire.end(_VIOLATION)
-        elif session.finished or self._half_closed or drained:
+        elif session.finished or half_closed or drained:
             self.wire.end(OK)
 
     def sent(self) -> None:

@@ -116,6 +116,9 @@ class Observation:
             self._telemetry.scheduled_without_prefix(exchange.unseen_body.name.lower())
         if exchange.passed_unread:
             self._telemetry.scheduled_without_prefix("memory")
+        if exchange.unparsed:
+            api = exchange.unparsed_api or decision.lease.request.api
+            self._telemetry.request_unparsed(api, exchange.unparsed)
         self._picked(leg.endpoint)
         self._decisions.decided(decision)
         if self._recent is not None:

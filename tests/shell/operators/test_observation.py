@@ -335,6 +335,18 @@ def test_streams_and_what_goes_wrong_in_them_are_counted(observed):
     assert observed("drain_cut_streams_total") == 1
 
 
+def test_a_body_that_could_not_be_read_is_counted_by_its_reason(observed):
+    """By the path that a parser claims, or by the kind of the request."""
+    one = exchange(unparsed="encoding-corrupt", unparsed_api="responses")
+    observed.observation.decided(one)
+    observed.observation.decided(exchange(unparsed="anything"))
+    observed.observation.decided(exchange())
+    corrupt = {"api": "responses", "reason": "encoding-corrupt"}
+    assert observed("requests_unparsed_total", **corrupt) == 1
+    kind = one.decision.lease.request.api.value
+    assert observed("requests_unparsed_total", api=kind, reason="anything") == 1
+
+
 def test_who_is_picked_is_told_at_once_and_a_body_that_passed_is_counted(observed):
     """The scraper is to look there soon; the operator, at the memory."""
     passed = exchange(passed_unread=True)

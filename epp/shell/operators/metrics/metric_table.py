@@ -204,6 +204,14 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         ("mode",),
     ),
     MetricSpec(
+        "homing_requests_unparsed_total",
+        "counter",
+        "requests",
+        "Requests placed without prompt knowledge because the picker could not read the body, by API "
+        "(end of the path) and reason.",
+        ("api", "reason"),
+    ),
+    MetricSpec(
         "homing_unknown_body_mode_total",
         "counter",
         "streams",

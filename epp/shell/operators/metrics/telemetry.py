@@ -370,6 +370,7 @@ class Telemetry:
         """Of the decisions that wait."""
         self._waiting: Waiting[_Decided] = Waiting(_DECIDED_NUMBERS)
         self._without_prefix = Children(_labelled(numbers["homing_scheduled_without_prefix_total"]))
+        self._unparsed = Children(_labelled(numbers["homing_requests_unparsed_total"]))
         self._unknown_mode = Children(_labelled(numbers["homing_unknown_body_mode_total"]), 32)
         self._declined = numbers["homing_response_bodies_declined_total"].labels()
         self._usage_unseen = numbers["homing_response_usage_unseen_total"].labels()
@@ -619,6 +620,10 @@ class Telemetry:
     def scheduled_without_prefix(self, mode: str) -> None:
         """A request was scheduled at its headers; `mode` is its body mode or "headers-only"."""
         self._without_prefix(mode).inc()
+
+    def request_unparsed(self, api: str, reason: str) -> None:
+        """A request was placed although the picker could not read its body."""
+        self._unparsed(api, reason).inc()
 
     def unknown_body_mode(self, mode: int) -> None:
         """A gateway announced a body mode that the picker does not know."""

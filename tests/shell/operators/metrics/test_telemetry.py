@@ -241,6 +241,7 @@ def exercise(exported):
     )
     answer(telemetry, decision.endpoint)
     telemetry.scheduled_without_prefix("streamed")
+    telemetry.request_unparsed("responses", "encoding-corrupt")
     telemetry.unknown_body_mode(5)
     telemetry.protocol_violated("ended", "RequestBody")
     telemetry.usage_unseen()

@@ -1,0 +1,409 @@
+"""Streaming decoders for request bodies that have a `content-encoding`.
+
+The picker decodes a body only to read the prompt; the endpoint gets the original bytes. A client
+chooses how much a compressed body holds, so every step is bounded: `EncodedBody.work` decodes for one
+turn of the event loop, the output has a limit, and `held_bytes` tells what the decoder allocates.
+
+References: RFC 1952 (gzip), RFC 1950 and 1951 (deflate), RFC 7932 (brotli), RFC 8878 and 9659 (zstd).
+"""
+
+import sys
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from importlib import import_module
+from typing import Any, Final, Protocol
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+CONTENT_ENCODING: Final = "content-encoding"
+
+TURN_BYTES_MAX: Final = 512 * 1024
+"""Decoded bytes of one turn: about 2 ms at 250 MB/s, the speed of the slowest decoder."""
+CALL_BYTES_MAX: Final = 64 * 1024
+"""Decoded bytes of one call of a library."""
+CALL_BYTES_COUNTED_MIN: Final = 32 * 1024
+"""Each call counts at least as many bytes of the turn, whatever it returns."""
+INPUT_BYTES_MAX: Final = 16 * 1024
+"""Encoded bytes of one call of a library: hostile input may be slow and decode to nothing."""
+FRAMES_MAX: Final = 1_024
+"""Maximum number of gzip members or zstd frames of one body. Each costs a decoder of its own."""
+ZSTD_WINDOW_BYTES_MAX: Final = 8 * 1024 * 1024
+"""The largest window that RFC 9659 allows for this content encoding."""
+READ_BYTES_FREE: Final = 512 * 1024
+READ_BYTES_PER_ENCODED_BYTE: Final = 20
+"""A decoded body is read if it is not longer than `READ_BYTES_FREE`, or than so many times its
+encoded length. Reading takes up to 43 ms a megabyte, so a client must send bytes to cause it."""
+
+
+class Unparsed(StrEnum):
+    """Reasons why a request is placed without prompt knowledge although its body was seen."""
+
+    UNKNOWN = "encoding-unknown"
+    STACKED = "encoding-stacked"
+    CORRUPT = "encoding-corrupt"
+    WINDOW = "encoding-too-large-window"
+    RATIO = "encoding-ratio"
+
+
+class _UnreadableError(Exception):
+    """The body cannot be decoded."""
+
+    def __init__(self, reason: Unparsed = Unparsed.CORRUPT) -> None:
+        super().__init__(reason.value)
+        self.reason = reason
+
+
+class _Decoder(Protocol):
+    """A streaming decoder of one encoding."""
+
+    memory_bytes: int
+    """Memory that the decoder allocates at most."""
+    frames: int
+    pending: bool
+    """`decode` must be called again, with empty input if none is left."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether the body may end here."""
+        ...
+
+    def decode(self, data: bytes) -> tuple[bytes, int]:
+        """Return decoded bytes, and how many bytes at the end of `data` were not used.
+
+        Raises `_UnreadableError`, and what the library raises.
+        """
+        ...
+
+
+_ZLIB_BYTES: Final = 48 * 1024
+"""Inflate's window of 32 KiB and its tables."""
+_GZIP_BITS: Final = 16 + zlib.MAX_WBITS
+
+
+class _Zlib:
+    """Decodes gzip with any number of members, or one deflate stream."""
+
+    memory_bytes = _ZLIB_BYTES
+
+    def __init__(self, *, gzip: bool) -> None:
+        self.frames = 0
+        self.pending = False
+        self._gzip = gzip
+        self._stream: Any = None
+
+    @property
+    def complete(self) -> bool:
+        return self._stream is None and self.frames > 0
+
+    def decode(self, data: bytes) -> tuple[bytes, int]:
+        if self._stream is None:
+            if self.frames:
+                # Zeros may follow a gzip member as padding.
+                data = data.lstrip(b"\0") if self._gzip else data
+                if data and not self._gzip:
+                    raise _UnreadableError
+            if not data:
+                self.pending = False
+                return b"", 0
+            self._stream = zlib.decompressobj(self._window_bits(data[0]))
+            self.frames += 1
+        decoded = self._stream.decompress(data, CALL_BYTES_MAX)
+        if self._stream.eof:
+            left = len(self._stream.unused_data)
+            self._stream = None
+            self.pending = False
+        else:
+            left = len(self._stream.unconsumed_tail)
+            self.pending = len(decoded) == CALL_BYTES_MAX and not left
+        return decoded, left
+
+    def _window_bits(self, first: int) -> int:
+        if self._gzip:
+            return _GZIP_BITS
+        # Clients send deflate with and without zlib's header. The header's low four bits are 8; a
+        # raw stream would begin so only with an empty stored block whose padding is not zero.
+        return zlib.MAX_WBITS if first & 0x0F == zlib.DEFLATED else -zlib.MAX_WBITS
+
+
+_ZSTD_MAGIC: Final = 0xFD2FB528
+_ZSTD_SKIPPABLE: Final = 0x184D2A50
+"""Magic number of a skippable frame; its low four bits are free."""
+_ZSTD_SKIPPABLE_HEAD_BYTES: Final = 8
+_ZSTD_BLOCK_BYTES_MAX: Final = 128 * 1024
+_ZSTD_CONTEXT_BYTES: Final = 160 * 1024
+_ZSTD_OPTIONS: Final[Mapping[int, int]] = {
+    zstd.DecompressionParameter.window_log_max: ZSTD_WINDOW_BYTES_MAX.bit_length() - 1
+}
+
+
+class _Zstd:
+    """Decodes any number of zstd frames and skippable frames."""
+
+    def __init__(self) -> None:
+        self.frames = 0
+        self.memory_bytes = 0
+        self.pending = False
+        self._stream: Any = None
+        self._head = b""
+        """The beginning of a frame whose header is incomplete."""
+        self._skip_bytes = 0
+
+    @property
+    def complete(self) -> bool:
+        return self._stream is None and self.frames > 0 and not (self._head or self._skip_bytes)
+
+    def decode(self, data: bytes) -> tuple[bytes, int]:
+        given = len(data)
+        data = self._head + data
+        self._head = b""
+        self.pending = False
+        if self._skip_bytes:
+            skipped = min(self._skip_bytes, len(data))
+            self._skip_bytes -= skipped
+            return b"", self._left(data[skipped:], given)
+        if self._stream is None:
+            if len(data) < _ZSTD_SKIPPABLE_HEAD_BYTES:
+                self._head = data
+                return b"", 0
+            if int.from_bytes(data[:4], "little") & ~0xF == _ZSTD_SKIPPABLE:
+                self.frames += 1
+                self._skip_bytes = int.from_bytes(data[4:_ZSTD_SKIPPABLE_HEAD_BYTES], "little")
+                return b"", self._left(data[_ZSTD_SKIPPABLE_HEAD_BYTES:], given)
+            window_bytes = _zstd_window_bytes(data)
+            if window_bytes is None:
+                self._head = data
+                return b"", 0
+            if window_bytes > ZSTD_WINDOW_BYTES_MAX:
+                raise _UnreadableError(Unparsed.WINDOW)
+            blocks_bytes = 2 * min(window_bytes, _ZSTD_BLOCK_BYTES_MAX)
+            self.memory_bytes = _ZSTD_CONTEXT_BYTES + window_bytes + blocks_bytes
+            self.frames += 1
+            self._stream = zstd.ZstdDecompressor(options=_ZSTD_OPTIONS)
+        decoded = self._stream.decompress(data, CALL_BYTES_MAX)
+        if not self._stream.eof:
+            self.pending = not self._stream.needs_input
+            return decoded, 0
+        rest = self._stream.unused_data
+        self._stream = None
+        return decoded, self._left(rest, given)
+
+    def _left(self, rest: bytes, given: int) -> int:
+        """Return how much of the last `given` bytes is left if `rest` was not used.
+
+        A longer rest, which the library kept, begins the next call.
+        """
+        if len(rest) <= given:
+            return len(rest)
+        self._head = rest
+        self.pending = True
+        return 0
+
+
+def _zstd_window_bytes(frame: bytes) -> int | None:
+    """Return the window size of a frame that begins with at least 8 bytes; RFC 8878, 3.1.1.1.
+
+    None if more bytes are needed.
+    """
+    if int.from_bytes(frame[:4], "little") != _ZSTD_MAGIC:
+        raise _UnreadableError
+    descriptor = frame[4]
+    if not descriptor & 0x20:
+        # The window has an exponent and a mantissa.
+        base = 1 << (10 + (frame[5] >> 3))
+        return base + base // 8 * (frame[5] & 7)
+    # A single segment: the window is as large as the content.
+    start = 5 + (0, 1, 2, 4)[descriptor & 3]
+    size = (1, 2, 4, 8)[descriptor >> 6]
+    if len(frame) < start + size:
+        return None
+    return int.from_bytes(frame[start : start + size], "little") + (256 if size == 2 else 0)
+
+
+_BROTLI_BYTES: Final = 256 * 1024
+"""Brotli's state and its tables, besides the window."""
+_BROTLI_LARGE_WINDOW: Final = 0x11
+"""Low seven bits of the first byte of a stream with a window that RFC 7932 does not allow."""
+
+
+class _Brotli:
+    """Decodes one brotli stream."""
+
+    def __init__(self, library: Any) -> None:
+        self.frames = 1
+        self.memory_bytes = 0
+        self.pending = False
+        self.complete = False
+        self._stream = library.Decompressor()
+        self._error: type[Exception] = library.error
+
+    def decode(self, data: bytes) -> tuple[bytes, int]:
+        if data and self.complete:
+            raise _UnreadableError
+        if data and not self.memory_bytes:
+            self.memory_bytes = _BROTLI_BYTES + _brotli_window_bytes(data[0])
+        try:
+            decoded: bytes = self._stream.process(data, output_buffer_limit=CALL_BYTES_MAX)
+        except self._error as error:
+            raise _UnreadableError from error
+        self.complete = self._stream.is_finished()
+        # The library also accepts input while it still has output.
+        full = len(decoded) >= CALL_BYTES_MAX or not self._stream.can_accept_more_data()
+        self.pending = full and not self.complete and bool(data or decoded)
+        return decoded, 0
+
+
+def _brotli_window_bytes(first: int) -> int:
+    """Return the window size of a stream that begins with the byte `first`; RFC 7932, 9.1."""
+    if not first & 1:
+        return 1 << 16
+    if first & 0x7F == _BROTLI_LARGE_WINDOW:
+        raise _UnreadableError(Unparsed.WINDOW)
+    high, low = first >> 1 & 7, first >> 4 & 7
+    bits = 17 + high if high else 8 + low if low else 17
+    return 1 << bits
+
+
+def _brotli() -> _Decoder:
+    """Return a decoder. Raises `ImportError` if the extra `brotli` is not installed."""
+    return _Brotli(import_module("brotli"))
+
+
+_DECODERS: Final[Mapping[str, Callable[[], _Decoder]]] = {
+    "gzip": lambda: _Zlib(gzip=True),
+    "x-gzip": lambda: _Zlib(gzip=True),
+    "deflate": lambda: _Zlib(gzip=False),
+    "zstd": _Zstd,
+    "br": _brotli,
+}
+_ENCODED: Final = (b"\x1f\x8b", _ZSTD_MAGIC.to_bytes(4, "little"))
+"""Beginnings of gzip and zstd. JSON begins with neither."""
+
+
+class EncodedBody:
+    """One encoded request body: takes its chunks and decodes them in bounded turns."""
+
+    __slots__ = (
+        "_at", "_bytes_max", "_decoded", "_decoder", "_input", "decoded_bytes", "encoded_bytes",
+        "problem", "too_large",
+    )  # fmt: skip
+
+    def __init__(self, encoding: str, bytes_max: int) -> None:
+        """`encoding` is the value of `content-encoding`; `bytes_max` limits the decoded body."""
+        self._bytes_max = bytes_max
+        self._input: deque[bytes] = deque()
+        self._at = 0
+        """Bytes of the first input that are used."""
+        self._decoded: list[bytes] = []
+        self.encoded_bytes = 0
+        self.decoded_bytes = 0
+        self.too_large = False
+        """The decoded body is longer than `bytes_max`."""
+        self.problem: Unparsed | None = None
+        """Why the body cannot be read."""
+        self._decoder: _Decoder | None = None
+        names = [name for name in map(str.strip, encoding.lower().split(",")) if name]
+        names = [name for name in names if name != "identity"]
+        if len(names) > 1:
+            self.problem = Unparsed.STACKED
+        elif names:
+            self._decoder = _new_decoder(names[0])
+            self.problem = None if self._decoder else Unparsed.UNKNOWN
+
+    def __repr__(self) -> str:
+        return f"<EncodedBody [{self.encoded_bytes} bytes became {self.decoded_bytes}]>"
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether `work` has more to do with what has come."""
+        decoder = self._decoder
+        return decoder is not None and (bool(self._input) or decoder.pending)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the decoder and of what it has decoded."""
+        return self.decoded_bytes + (self._decoder.memory_bytes if self._decoder else 0)
+
+    def feed(self, chunk: bytes) -> None:
+        """Take the next chunk."""
+        self.encoded_bytes += len(chunk)
+        if chunk and self._decoder is not None:
+            self._input.append(chunk)
+
+    def work(self) -> None:
+        """Decode for one turn of the event loop; never raises, whatever has come."""
+        left_bytes = TURN_BYTES_MAX
+        try:
+            while left_bytes > 0 and self._decoder is not None and self.unfinished:
+                left_bytes -= max(CALL_BYTES_COUNTED_MIN, self._step(self._decoder))
+        except _UnreadableError as error:
+            self._stop(error.reason)
+        except (zlib.error, zstd.ZstdError):
+            self._stop(Unparsed.CORRUPT)
+
+    def _step(self, decoder: _Decoder) -> int:
+        """Call the decoder once; return the length of the output."""
+        data = b""
+        if self._input and not decoder.pending:
+            data = self._input[0][self._at : self._at + INPUT_BYTES_MAX]
+        decoded, unused = decoder.decode(data)
+        self._at += len(data) - unused
+        if self._input and self._at == len(self._input[0]):
+            self._input.popleft()
+            self._at = 0
+        self.decoded_bytes += len(decoded)
+        if self.decoded_bytes > self._bytes_max:
+            self.too_large = True
+            self._release()
+        elif decoder.frames > FRAMES_MAX:
+            raise _UnreadableError
+        elif decoded:
+            self._decoded.append(decoded)
+        return len(decoded)
+
+    def finish(self) -> bytes | None:
+        """Return the decoded body after all of it has come and `work` has nothing to do.
+
+        None if it cannot be read; `problem` tells why.
+        """
+        if self._decoder is not None and not self._decoder.complete:
+            self._stop(Unparsed.CORRUPT)
+        readable_bytes = max(READ_BYTES_FREE, READ_BYTES_PER_ENCODED_BYTE * self.encoded_bytes)
+        if self.decoded_bytes > readable_bytes:
+            self._stop(Unparsed.RATIO)
+        if self.problem is not None:
+            return None
+        body = self._decoded[0] if len(self._decoded) == 1 else b"".join(self._decoded)
+        if body.startswith(_ENCODED):
+            self._stop(Unparsed.STACKED)
+            return None
+        self._release()
+        return body
+
+    def _stop(self, reason: Unparsed) -> None:
+        self.problem = reason
+        self.decoded_bytes = 0
+        self._release()
+
+    def _release(self) -> None:
+        self._decoder = None
+        self._input.clear()
+        self._decoded.clear()
+
+
+def _new_decoder(name: str) -> _Decoder | None:
+    """Return a decoder, or None if the encoding is not known or its library is not installed."""
+    new = _DECODERS.get(name)
+    try:
+        return None if new is None else new()
+    except ImportError:
+        return None
+
+
+def is_identity(encoding: str) -> bool:
+    """Return whether the value of `content-encoding` says that the body is not encoded."""
+    return not encoding.lower().replace(",", " ").replace("identity", " ").strip()

@@ -151,6 +151,8 @@ async def _under(probe: Probe, place: Place, name: str, seconds: float) -> Row:
     since = [one for one in probe.done if one.asked_s >= started_s]
     assert attacker.returncode == 0, f"the attacker {name} failed, see above"
     attack = json.loads(told)
+    if problem := attack.get("without_effect"):
+        raise NoEffectError(problem)
     await watch.read()
     require_reached(watch, name, attack["done"], probes=len(during))
     return Row(

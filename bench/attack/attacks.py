@@ -21,7 +21,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 
 from bench.attack import gateway as gw
-from bench.effect import require_effect
+from bench.effect import NoEffectError, require_effect
 from bench.hostile_bodies import ATTACKS as KINDS
 from bench.hostile_bodies import MB
 from bench.raw_http2 import (
@@ -232,6 +232,7 @@ async def _encoded(target: Target) -> str:
         )
         assert len(content) < MB, "a hostile body is small"
     each = ", ".join(f"{count} {name}" for name, count in counted.items())
+    target.done = sent
     return f"{sent} small bodies that decode to 107 MB, or to nothing: {each}"
 
 
@@ -574,5 +575,9 @@ RAW_ONLY = frozenset({"pieces", "resets", "subset", "tiny", "windows", "idle", "
 if __name__ == "__main__":
     name, picker, gateway, seconds, *pods = sys.argv[1:]
     where = Target(picker, gateway, float(seconds), [int(pod) for pod in pods])
-    did = asyncio.run(ATTACKS[name](where))
-    print(json.dumps({"did": did, "done": where.done, "lost": where.lost}), flush=True)
+    try:
+        did = asyncio.run(ATTACKS[name](where))
+    except NoEffectError as problem:
+        print(json.dumps({"without_effect": str(problem)}), flush=True)
+    else:
+        print(json.dumps({"did": did, "done": where.done, "lost": where.lost}), flush=True)

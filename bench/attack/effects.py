@@ -119,6 +119,7 @@ PROOFS: Final[Mapping[str, Callable[[Watch, int, int], tuple[str, float, float]]
         HELD_CLIENTS / 2,
     ),
     "bodies": _streams,
+    "encoded": _streams,
     "pieces": lambda watch, done, _: (
         "messages at the picker",
         watch.rise(_MESSAGES),

@@ -7,8 +7,9 @@ figure. The proofs here serve several harnesses; the others stand beside their h
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -37,6 +38,18 @@ def require_effect(happened: bool, fault: str, *, observed: str, expected: str) 
         raise NoEffectError(
             f"{fault}: the fault did not take effect: observed {observed}, expected {expected}"
         )
+
+
+@contextlib.contextmanager
+def effects_alone() -> Iterator[None]:
+    """Raise a `NoEffectError` of a task group inside as it is, without the group round it."""
+    problems: Sequence[BaseException] = ()
+    try:
+        yield
+    except* NoEffectError as group:
+        problems = group.exceptions
+    if problems:
+        raise problems[0]
 
 
 class Effect(Protocol):

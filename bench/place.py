@@ -105,6 +105,10 @@ class Pods:
         child = Child.running(f"pod {port}", command, self._folder / f"pod-{port}.log")
         self._children[port] = await stack.enter_async_context(child)
 
+    def pid(self, port: int) -> int:
+        """Return the process id of the pod at `port`."""
+        return self._children[port].pid
+
     def send_signal(self, port: int, number: signal.Signals) -> None:
         """Send `number` to the pod at `port`."""
         with contextlib.suppress(ProcessLookupError):

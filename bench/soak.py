@@ -25,7 +25,16 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench import soak_peers
-from bench.place import PAGES, Place, running, write_endpoints
+from bench.effect import (
+    OBSERVED_S_MAX,
+    ClosedPort,
+    NoEffectError,
+    effects_alone,
+    metric,
+    require_effect,
+    within,
+)
+from bench.place import PAGE, PAGES, Place, running, write_endpoints
 from bench.soak_peers import fault
 from bench.termination import end_in_order
 from epp.flags.serve import ServeFlags
@@ -39,6 +48,7 @@ WARM_S = 60.0
 ASK_S_MAX = 30.0
 SETTLE_S_MAX = 20.0
 """After the last answer, before what the picker still counts is called stuck."""
+TRUE_PAGE = PAGE.format(waiting=0).encode()
 _OPEN = {
     "homing_inflight_requests": "requests in flight by the picker's count",
     "homing_extproc_streams_inflight": "ext_proc streams open",
@@ -104,6 +114,7 @@ class Soak:
         """A pod dies and comes back three seconds later."""
         port = self._random.choice(self.place.pods.ports)
         await self.place.pods.kill(port)
+        await ClosedPort("killed pod", port).during()
         await asyncio.sleep(3.0)
         await self.place.pods.start(port)
 
@@ -114,39 +125,111 @@ class Soak:
             try:
                 async with session.post(f"http://127.0.0.1:{port}/page/{kind}") as response:
                     await response.read()
+                if kind != "usual":
+                    await _require_other_page(session, port, kind)
             except ClientError:
+                # Another change has killed the pod meanwhile.
                 return
             await asyncio.sleep(wait_s)
 
     async def reconfigure(self) -> None:
         """Other weights; one time in four a document that cannot be used."""
         text = _CONFIG.format(weight=self._random.randint(1, 5))
-        self.place.config_file.write_text(text if self._random.random() < 0.75 else text[:-40])
+        good = self._random.random() < 0.75
+        text = text if good else text[:-40]
+        if text == self.place.config_file.read_text():
+            return
+        before = await self._reloads(good)
+        self.place.config_file.write_text(text)
+
+        async def counted() -> bool:
+            return await self._reloads(good) > before
+
+        require_effect(
+            await within(OBSERVED_S_MAX, counted),
+            "configuration written",
+            observed="the picker counts no more reloads",
+            expected=f"one more {'successful' if good else 'failed'} reload",
+        )
 
     async def rearrange(self) -> None:
         """One endpoint less, and back; one time in four a file that cannot be used."""
         file, ports = self.place.endpoints_file, self.place.pods.ports
         if self._random.random() < 0.25:
+            refused = self._refused_endpoints()
             file.write_text("endpoints: [")
+
+            async def effective() -> bool:
+                return self._refused_endpoints() > refused
         else:
             write_endpoints(file, self._random.sample(ports, len(ports) - 1))
+
+            async def effective() -> bool:
+                return await self._known_endpoints() == len(ports) - 1
+
+        require_effect(
+            await within(OBSERVED_S_MAX, effective),
+            "endpoints file written",
+            observed="the picker neither knows one endpoint less nor logs that it refused the file",
+            expected="one of the two",
+        )
         await asyncio.sleep(3.0)
         write_endpoints(file, ports)
+
+    async def _reloads(self, good: bool) -> float:
+        """Return how many configurations the picker has applied, or has refused."""
+        labels = {"result": "success" if good else "failure"}
+        name = "homing_config_reloads_total"
+        return await metric(self.place.pages, name, labels, absent=0.0)
+
+    async def _known_endpoints(self) -> int:
+        """Return how many endpoints the picker knows."""
+        async with (
+            ClientSession() as session,
+            session.get(f"{self.place.pages}/debug/endpoints?format=json") as response,
+        ):
+            return len((await response.json())["endpoints"])
+
+    def _refused_endpoints(self) -> int:
+        """Return how often the picker's log says that it refused the endpoints file."""
+        log = self.place.folder / "epp.log"
+        return log.read_text().count("endpoints refused")
 
     async def weigh(self) -> None:
         self.resident.append((time.monotonic(), self.place.resident_bytes()))
 
 
-async def _soak(minutes: float, rate_per_s: float, transport: str) -> int:
+async def _require_other_page(session: ClientSession, port: int, kind: str) -> None:
+    """Require that a pod's metrics page differs from the true one. Raises `NoEffectError`."""
+    page = b""
+    async with session.get(f"http://127.0.0.1:{port}/metrics") as response:
+        async for chunk in response.content.iter_any():
+            page += chunk
+            if len(page) > len(TRUE_PAGE):
+                break
+    require_effect(
+        page != TRUE_PAGE,
+        f"metrics page {kind}",
+        observed="the true page",
+        expected="another page",
+    )
+
+
+async def soak(minutes: float, rate_per_s: float, transport: str) -> int:
+    """Soak for `minutes`, print what was found and return the exit code.
+
+    Raises `NoEffectError` if a change has no effect at the changed part.
+    """
     with tempfile.TemporaryDirectory(prefix="homing-soak-") as name:
         folder = Path(name)
         config = _CONFIG.format(weight=3)
         flags = ("--transport", transport)
         async with running(folder, pods=PODS, envoy=True, config=config, flags=flags) as place:
-            soak = Soak(place, seed=1)
-            await _load(soak, minutes * 60, rate_per_s)
+            soaked = Soak(place, seed=1)
+            with effects_alone():
+                await _load(soaked, minutes * 60, rate_per_s)
             left = await _open_at_the_end(place)
-            return _tell(soak, left, folder / "epp.log")
+            return _tell(soaked, left, folder / "epp.log")
 
 
 async def _open_at_the_end(place: Place) -> dict[str, int]:
@@ -177,15 +260,15 @@ async def _load(soak: Soak, lasts_s: float, rate_per_s: float) -> None:
         ClientSession(connector=connector, timeout=timeout) as session,
         asyncio.TaskGroup() as asking,
     ):
+        changes = (
+            (15.0, "pod killed", soak.kill),
+            (11.0, "page", lambda: soak.turn(session)),
+            (7.0, "configuration", soak.reconfigure),
+            (9.0, "endpoints", soak.rearrange),
+            (1.0, "weighed", soak.weigh),
+        )
         changing = [
-            asyncio.create_task(soak.every(mean_s, name, change))
-            for mean_s, name, change in (
-                (15.0, "pod killed", soak.kill),
-                (11.0, "page", lambda: soak.turn(session)),
-                (7.0, "configuration", soak.reconfigure),
-                (9.0, "endpoints", soak.rearrange),
-                (1.0, "weighed", soak.weigh),
-            )
+            asking.create_task(soak.every(mean_s, name, change)) for mean_s, name, change in changes
         ]
         started_s = time.monotonic()
         for number in itertools.count():
@@ -196,9 +279,14 @@ async def _load(soak: Soak, lasts_s: float, rate_per_s: float) -> None:
             asking.create_task(soak.ask(session))
         for task in changing:
             task.cancel()
-        ended = await asyncio.gather(*changing, return_exceptions=True)
-        for result in ended:
-            assert isinstance(result, asyncio.CancelledError), f"it ended by itself: {result!r}"
+    for mean_s, name, _ in changes:
+        # Each change comes at the latest after 1.5 times its mean, and takes some seconds.
+        require_effect(
+            soak.changes[name] > 0 or lasts_s < 2 * mean_s,
+            f"change {name!r}",
+            observed=f"no such change in {lasts_s:g} s",
+            expected=f"one every {mean_s:g} s",
+        )
 
 
 def _tell(soak: Soak, left: Mapping[str, int], log: Path) -> int:
@@ -241,9 +329,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--transport", choices=list(Transport), default=ServeFlags().transport)
     options = parser.parse_args(arguments)
     end_in_order()
-    if options.peers:
-        return soak_peers.run(options.minutes or 60.0, options.seed, options.json)
-    return asyncio.run(_soak(options.minutes or 10.0, options.rate_per_s, options.transport))
+    try:
+        if options.peers:
+            return soak_peers.run(options.minutes or 60.0, options.seed, options.json)
+        soaking = soak(options.minutes or 10.0, options.rate_per_s, options.transport)
+        return asyncio.run(soaking)
+    except NoEffectError as problem:
+        print(f"{problem}. No figure is printed.", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -33,6 +33,14 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 from msgspec import Struct
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.effect import (
+    OBSERVED_S_MAX,
+    ClosedPort,
+    StoppedProcess,
+    effects_alone,
+    require_effect,
+    within,
+)
 from bench.place import ROOT, Pods, free_ports, write_endpoints
 from sim.demo.arm import Child, find_envoy
 
@@ -51,6 +59,7 @@ READY_S_MAX: Final = 60.0
 SETTLE_S_MAX: Final = 40.0
 GROWTH_MAX: Final = 0.10
 WEIGH_S: Final = 1.0
+_ESTABLISHED: Final = "01"
 _ABORT: Final = "Assertion failed"
 _COUNTED: Final = {
     "homing_peer_frames_lost_total": "frames missed",
@@ -94,6 +103,12 @@ class Picker:
     @property
     def pages(self) -> str:
         return f"http://127.0.0.1:{self.ports.metrics}"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the present life; it was started."""
+        assert self._process is not None, "the picker was started"
+        return self._process.pid
 
     @property
     def runs(self) -> bool:
@@ -244,18 +259,19 @@ class PeerSoak:
     async def _kill_picker(self, besides: Picker | None = None) -> None:
         victim = self._random.choice([one for one in self._pickers[1:] if one is not besides])
         await victim.end(signal.SIGKILL)
+        await ClosedPort("killed picker", victim.ports.metrics).during()
         await asyncio.sleep(self._random.uniform(0.1, AWAY_S))
         await victim.start()
 
     async def _stop_picker(self) -> None:
         victim = self._random.choice(self._pickers)
-        async with _stopped(victim.send_signal):
+        async with _stopped(victim.pid, victim.send_signal):
             await asyncio.sleep(STALL_S)
 
     async def _stop_and_kill(self) -> None:
         """A peer dies whose frames wait at one that stands still."""
         victim = self._random.choice(self._pickers)
-        async with _stopped(victim.send_signal):
+        async with _stopped(victim.pid, victim.send_signal):
             await asyncio.sleep(self._random.uniform(0.1, 1.0))
             await self._kill_picker(besides=victim)
             await asyncio.sleep(STALL_S)
@@ -263,12 +279,14 @@ class PeerSoak:
     async def _kill_pod(self) -> None:
         port = self._random.choice(self._pods.ports)
         await self._pods.kill(port)
+        await ClosedPort("killed pod", port).during()
         await asyncio.sleep(self._random.uniform(0.1, AWAY_S))
         await self._pods.start(port)
 
     async def _stop_pod(self) -> None:
         port = self._random.choice(self._pods.ports)
-        async with _stopped(lambda number: self._pods.send_signal(port, number)):
+        pid = self._pods.pid(port)
+        async with _stopped(pid, lambda number: self._pods.send_signal(port, number)):
             await asyncio.sleep(STALL_S)
 
     async def _flood(self, victim: Picker | None = None) -> None:
@@ -281,8 +299,18 @@ class PeerSoak:
             stderr=asyncio.subprocess.DEVNULL,
         )
         try:
-            # It is a moment until its Python runs.
-            await asyncio.sleep(FLOOD_S + 0.5)
+            # The kernel counts the connections of a stopped picker too.
+            async def flooding() -> bool:
+                return connections_from(flood.pid, victim.ports.peer) > 0
+
+            began_s = time.monotonic()
+            require_effect(
+                await within(OBSERVED_S_MAX, flooding),
+                f"flood of picker {victim.number}",
+                observed="no connection of the flooding process",
+                expected="at least 1",
+            )
+            await asyncio.sleep(max(0.0, began_s + FLOOD_S + 0.5 - time.monotonic()))
         finally:
             flood.kill()
             await flood.wait()
@@ -292,7 +320,7 @@ class PeerSoak:
         victim = self._random.choice(self._pickers)
         flooding = asyncio.create_task(self._flood(victim))
         await asyncio.sleep(FLOOD_S)
-        async with _stopped(victim.send_signal):
+        async with _stopped(victim.pid, victim.send_signal):
             await flooding
             await asyncio.sleep(STALL_S)
 
@@ -308,6 +336,12 @@ class PeerSoak:
                     writer.write(self._random.randbytes(10_000))
                 elif number % 3 == 1:
                     writer.transport.abort()
+        require_effect(
+            len(writers) > STRANGERS / 2,
+            f"strangers at picker {victim.number}",
+            observed=f"{len(writers)} connections that the picker's system accepted",
+            expected=f"more than {STRANGERS / 2:g}",
+        )
         await asyncio.sleep(1.0)
         for writer in writers:
             writer.transport.abort()
@@ -339,12 +373,31 @@ def fault(status: int, text: str) -> str:
 
 
 @contextlib.asynccontextmanager
-async def _stopped(send: Callable[[signal.Signals], None]) -> AsyncIterator[None]:
+async def _stopped(pid: int, send: Callable[[signal.Signals], None]) -> AsyncIterator[None]:
+    """Stop a process inside; raises `NoEffectError` on entry if it goes on."""
     send(signal.SIGSTOP)
     try:
+        await StoppedProcess(pid).during()
         yield
     finally:
         send(signal.SIGCONT)
+
+
+def connections_from(pid: int, port: int) -> int:
+    """Return how many established connections to `port` of loopback the process `pid` has.
+
+    Source: proc_pid_fd(5) and the table of sockets in proc_pid_net(5).
+    """
+    inodes = set()
+    # A process that has ended has no connection.
+    with contextlib.suppress(OSError):
+        inodes = {str(one.readlink()) for one in Path(f"/proc/{pid}/fd").iterdir()}
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    peer = f":{port:04X}"
+    return sum(
+        row[2].endswith(peer) and row[3] == _ESTABLISHED and f"socket:[{row[9]}]" in inodes
+        for row in rows
+    )
 
 
 # Start, end and what is told.
@@ -452,14 +505,15 @@ async def soak(minutes: float, seed: int, folder: Path) -> "Outcome":
         assert not missing, f"it never began: {missing}"
         began_at_s = time.monotonic()
         stop = asyncio.Event()
-        async with asyncio.TaskGroup() as tasks:
-            trouble = tasks.create_task(running.trouble(session, stop), name="trouble")
-            watch = tasks.create_task(running.watch(session), name="watch")
-            await running.load(session, minutes * 60)
-            stop.set()
-            await trouble
-            await running.answered()
-            watch.cancel()
+        with effects_alone():
+            async with asyncio.TaskGroup() as tasks:
+                trouble = tasks.create_task(running.trouble(session, stop), name="trouble")
+                watch = tasks.create_task(running.watch(session), name="watch")
+                await running.load(session, minutes * 60)
+                stop.set()
+                await trouble
+                await running.answered()
+                watch.cancel()
         missing = await _settled(session, running.gateway, pickers, SETTLE_S_MAX)
         await asyncio.gather(*(running.look_at(session, picker) for picker in pickers))
         return _outcome(running, pickers, missing, time.monotonic() - began_at_s)

@@ -1,0 +1,58 @@
+"""The short form of make attack, and an attack that does not reach the picker."""
+
+import pytest
+
+from bench.attack.__main__ import main
+from bench.attack.attacks import ATTACKS
+from bench.attack.effects import PROOFS, Watch, require_reached
+from bench.effect import NoEffectError
+from tests.envoy.rig import ENVOY
+
+SHORT = ("--seconds", "2")
+
+
+@pytest.fixture(autouse=True)
+def keeps_signals(monkeypatch):
+    """The test's process keeps its own handler of SIGTERM."""
+    monkeypatch.setattr("bench.attack.__main__.end_in_order", lambda: None)
+
+
+def test_every_attack_has_a_proof():
+    assert set(PROOFS) == set(ATTACKS)
+
+
+def test_nobody_innocent_is_lost_beside_resets_at_the_picker(capsys):
+    """A real picker: the attack reaches it, the probes are served, and it recovers."""
+    assert main(["resets", "--alone", *SHORT]) == 0
+    told = capsys.readouterr().out
+    assert "resets" in told
+    assert "0 of" in told
+
+
+@pytest.mark.envoy
+@pytest.mark.skipif(ENVOY is None, reason="the envoy command is not installed")
+def test_nobody_innocent_is_lost_beside_invented_models_behind_envoy(capsys):
+    assert main(["models", "--envoy", *SHORT]) == 0
+    assert "requests for 4,000 models" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_attack_that_sends_nothing_prints_no_table(capsys, monkeypatch):
+    """The attacker counts requests, and its target is a picker that it never reaches."""
+    monkeypatch.setitem(PROOFS, "resets", lambda *_: ("streams at the picker", 3.0, 100.0))
+    assert main(["resets", "--alone", *SHORT]) == 1
+    told = capsys.readouterr()
+    assert "attack resets: the fault did not take effect: observed 3 streams" in told.err
+    assert told.out == ""
+
+
+@pytest.mark.parametrize("name", sorted(ATTACKS))
+def test_a_picker_that_saw_nothing_is_no_proof(name):
+    """Each proof fails where the picker's counters and the pod's page stay as they were."""
+    watch = Watch(place=None, pod_pages={b"page"})
+    with pytest.raises(NoEffectError, match=f"attack {name}: the fault did not take effect"):
+        require_reached(watch, name, done=1_000, probes=40)
+
+
+def test_an_attacker_that_sent_nothing_is_no_proof():
+    with pytest.raises(NoEffectError, match="an attacker that sent nothing"):
+        require_reached(Watch(place=None), "models", done=0, probes=40)

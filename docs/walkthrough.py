@@ -146,6 +146,21 @@ def _walk(walk: Walk, captured_s: float, trials: int, out: Path) -> None:
         "Picker, Envoy, HTTP and time are real, the pods are simulated: three of Qwen3-32B on two H100s each.",
         "This page is written by `make walkthrough`: what stands under a command is what it printed.",
     )
+    with served(walk):
+        drive_before(walk, captured_s)
+        _look(walk, out)
+        _tune(walk, trials)
+        _shadow(walk, captured_s / 4)
+        _apply(walk, captured_s)
+    walk.say(
+        "The capture holds no prompt and no name of anybody: [capture-format.md](capture-format.md).",
+        "What `sim tune` varies and when it is sure: [simulator.md](simulator.md#tuning).",
+    )
+
+
+@contextlib.contextmanager
+def served(walk: Walk) -> Iterator[None]:
+    """Start pods, picker and Envoy, as the page tells; they end with the context."""
     walk.say("## A pool, a picker, a gateway")
     (walk.folder / "config.yaml").write_text(GUESS)
     walk.say("Somebody guessed that load counts for twelve times as much as what is cached:")
@@ -161,18 +176,11 @@ def _walk(walk: Walk, captured_s: float, trials: int, out: Path) -> None:
         walk.run("epp envoy-config --plaintext --listen-port 8081 --out envoy.yaml")
         envoy = "envoy --config-path envoy.yaml --concurrency 1 --log-level warning"
         stack.enter_context(walk.running(envoy, f"{GATEWAY}/v1/models"))
-        _drive_before(walk, captured_s)
-        _look(walk, out)
-        _tune(walk, trials)
-        _shadow(walk, captured_s / 4)
-        _apply(walk, captured_s)
-    walk.say(
-        "The capture holds no prompt and no name of anybody: [capture-format.md](capture-format.md).",
-        "What `sim tune` varies and when it is sure: [simulator.md](simulator.md#tuning).",
-    )
+        yield
 
 
-def _drive_before(walk: Walk, captured_s: float) -> None:
+def drive_before(walk: Walk, captured_s: float) -> None:
+    """Send both kinds of traffic for `captured_s` while the picker captures."""
     walk.say(
         "## Traffic",
         "",

@@ -109,15 +109,7 @@ def _walk(walk: Walk, captured_s: float, trials: int) -> None:
     walk.say(
         "Somebody guessed that load counts for twelve times as much as what is cached, `values.yaml`:"
     )
-    repository, _, tag = HOMING.rpartition(":")
-    values = {
-        "image": {"repository": repository, "tag": tag},
-        "pool": {"create": True, "matchLabels": {"app": MODELS}},
-        "standalone": {"enabled": True},
-        "capture": {"enabled": True},
-        "config": yaml.safe_load(GUESS),
-    }
-    text = yaml.safe_dump(values, sort_keys=False)
+    text = yaml.safe_dump(chart_values(), sort_keys=False)
     (walk.folder / "values.yaml").write_text(text)
     (walk.folder / "guess.yaml").write_text(GUESS)
     walk.show(text, "yaml")
@@ -144,6 +136,18 @@ def _walk(walk: Walk, captured_s: float, trials: int) -> None:
         f"helm uninstall {NAME} -n {NAMESPACE}; "
         f"kubectl get deployment,service,inferencepool,configmap,lease -n {NAMESPACE}"
     )
+
+
+def chart_values() -> dict[str, Any]:
+    """Return the values that the walk installs the chart with."""
+    repository, _, tag = HOMING.rpartition(":")
+    return {
+        "image": {"repository": repository, "tag": tag},
+        "pool": {"create": True, "matchLabels": {"app": MODELS}},
+        "standalone": {"enabled": True},
+        "capture": {"enabled": True},
+        "config": yaml.safe_load(GUESS),
+    }
 
 
 def _drive(walk: Walk, when: str, duration_s: float, seed: int) -> None:

@@ -20,6 +20,7 @@ TOGETHER: Final = {
     "app/test_wiring.py": "real time",
     "test_docs_commands.py": "real time",
     "test_gateways.py": "real time",
+    "test_short_forms.py": "real time",
     "test_reload_under_load.py": "real time",
 }
 """Folder or file -> its group. One process runs a group, so that no two of it compete for time."""

@@ -26,7 +26,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import xxhash
-from msgspec import Raw, Struct, ValidationError, json
+from msgspec import Raw, Struct, json
+
+from epp.core.prompt.outline import TooMuchError
 
 TEXT: Final = b"\xf8"
 ROLE: Final = b"\xf9"
@@ -69,7 +71,7 @@ FIELDS_MAX: Final = 100_000
 """Fields of one prompt and their terminators. What they cost is Python's, half a microsecond each: a
 body could hold as many empty ones as bytes and stop everybody else."""
 
-_FIELDS_EACH: Final = 3
+FIELDS_EACH: Final = 3
 """What a message, part or call adds at least: its role or text, a terminator, an end."""
 _FIELDS_PER_MEMBER: Final = 8
 """As many as a member of a media part takes the time of; it adds none."""
@@ -121,15 +123,15 @@ def chat_prompt(
 
     `preamble` holds, by label, JSON that applications put before the first message: the tools.
     `system` is a system prompt outside the messages. Raises `UnicodeDecodeError` if `preamble` is
-    not UTF-8, `RecursionError` if a part is nested too deep, and `ValidationError` if there are more
+    not UTF-8, `RecursionError` if a part is nested too deep, and `TooMuchError` if there are more
     than `FIELDS_MAX` fields.
     """
     fields = _open(preamble, system)
-    _admit(fields, messages)
+    admit_fields(fields, messages)
     messages.reverse()
     while messages:
         # Once it is written its text is not needed: at the join only one other copy is there.
-        _write_message(fields, messages.pop())
+        write_message(fields, messages.pop())
     return b"".join(fields)
 
 
@@ -141,9 +143,9 @@ def responses_prompt(
     if isinstance(items, str):
         # The API defines a string as one message of the user.
         items = [{"role": "user", "content": items}]
-    _admit(fields, items)
+    admit_fields(fields, items)
     for item in items:
-        _write_item(fields, item)
+        write_item(fields, item)
     return b"".join(fields)
 
 
@@ -163,11 +165,14 @@ def opening_of(prompt: bytes) -> tuple[int, int] | None:
     return None
 
 
-def _admit(fields: list[bytes], more: Collection[Any], each: int = _FIELDS_EACH) -> None:
-    """Called before each loop over what a client sent."""
+def admit_fields(fields: list[bytes], more: Collection[Any], each: int = FIELDS_EACH) -> None:
+    """Raise `TooMuchError` if `more` members would make more than `FIELDS_MAX` fields.
+
+    Called before each loop over members that a client sent.
+    """
     if len(fields) + each * len(more) > FIELDS_MAX:
         what = f"{FIELDS_MAX // each:,} messages, parts and their members"
-        raise ValidationError(f"Expected at most {what}")
+        raise TooMuchError(f"Expected at most {what}")
 
 
 def _open(preamble: Mapping[bytes, Raw], system: Content) -> list[bytes]:
@@ -183,9 +188,9 @@ def _open(preamble: Mapping[bytes, Raw], system: Content) -> list[bytes]:
     if system is not None:
         fields += (b"system", LABEL)
         if isinstance(system, list):
-            _admit(fields, system)
+            admit_fields(fields, system)
             system = [block for block in system if not _is_billing(block)]
-        _write_content(fields, system)
+        write_content(fields, system)
         fields.append(MESSAGE)
     return fields
 
@@ -195,7 +200,8 @@ def _is_billing(block: Any) -> bool:
     return isinstance(text, str) and text.startswith(_BILLING)
 
 
-def _write_message(fields: list[bytes], message: Message) -> None:
+def write_message(fields: list[bytes], message: Message) -> None:
+    """Append the fields of one message."""
     content = message.content
     more = _has_more(message)
     if isinstance(content, str) and not more:
@@ -204,18 +210,18 @@ def _write_message(fields: list[bytes], message: Message) -> None:
         return
     fields += (message.role.encode(), ROLE)
     if not more:
-        _write_content(fields, content)
+        write_content(fields, content)
         fields.append(MESSAGE)
         return
     _write_value(fields, b"name", message.name)
     _write_value(fields, b"tool_call_id", message.tool_call_id)
     _write_value(fields, b"reasoning", message.reasoning)
     _write_value(fields, b"reasoning_content", message.reasoning_content)
-    _write_content(fields, content)
+    write_content(fields, content)
     _write_value(fields, b"refusal", message.refusal)
     if message.audio is not None:
         _write_media(fields, b"audio", message.audio)
-    _admit(fields, message.tool_calls or ())
+    admit_fields(fields, message.tool_calls or ())
     for call in message.tool_calls or ():
         _write_function(fields, call, call.get("function"), call.get("id"))
     if message.function_call is not None:
@@ -245,11 +251,12 @@ def _has_more(message: Message) -> bool:
     )
 
 
-def _write_item(fields: list[bytes], item: Item) -> None:
+def write_item(fields: list[bytes], item: Item) -> None:
+    """Append the fields of one Responses item."""
     role, content = item.get("role"), item.get("content")
     if isinstance(role, str) and isinstance(content, (str, list)):
         fields += (role.encode(), ROLE)
-        _write_content(fields, content)
+        write_content(fields, content)
         fields.append(MESSAGE)
         return
     match item.get("type"):
@@ -261,11 +268,12 @@ def _write_item(fields: list[bytes], item: Item) -> None:
             _write_json(fields, item)
 
 
-def _write_content(fields: list[bytes], content: Content) -> None:
+def write_content(fields: list[bytes], content: Content) -> None:
+    """Append the fields of a text, or of each part."""
     if isinstance(content, str):
         fields += (content.encode(), TEXT)
         return
-    _admit(fields, content or ())
+    admit_fields(fields, content or ())
     for part in content or ():
         if isinstance(part, dict):
             _write_part(fields, part)
@@ -316,7 +324,7 @@ def _write_call(fields: list[bytes], call_id: Any, name: str, arguments: Any) ->
 def _write_result(fields: list[bytes], call_id: Any, is_error: Any, content: Content) -> None:
     flag = b"error" if is_error is True else b""
     fields += (b"tool_result", LABEL, _id(call_id), VALUE, flag, VALUE)
-    _write_content(fields, content)
+    write_content(fields, content)
     fields.append(CLOSE)
 
 
@@ -340,7 +348,7 @@ def _write_media(fields: list[bytes], label: bytes, part: Item) -> None:
 
 def _digest_members(fields: list[bytes], digest: xxhash.xxh3_128, members: Item) -> None:
     names = sorted(members.keys() - _NOT_CONTENT)
-    _admit(fields, names, _FIELDS_PER_MEMBER)
+    admit_fields(fields, names, _FIELDS_PER_MEMBER)
     # Members are no fields, but each takes as long as some and is counted with them.
     fields += [b""] * (_FIELDS_PER_MEMBER * len(names))
     for name in names:

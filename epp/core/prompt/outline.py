@@ -34,8 +34,12 @@ _WINDOW: Final = (DIGITS_MAX + 1) // 2
 """More than `DIGITS_MAX` digits in a row fill at least one aligned window of this size."""
 
 
+class TooMuchError(ValidationError):
+    """Reading a body would take more time than its length excuses."""
+
+
 def admit(body: bytes) -> None:
-    """Raise `ValidationError` if `body` holds more than can be decoded in the time of its length.
+    """Raise `TooMuchError` if `body` holds more than can be decoded in the time of its length.
 
     What is valid JSON is counted as such, and so is the valid part of what is not: no decoder gets
     further. A body of no more bytes than `PIECES_MAX` is not looked at.
@@ -51,11 +55,11 @@ def admit(body: bytes) -> None:
     # Texts may hold anything, and most that comes here is innocent: now look without them.
     symbols = outside_texts(body)
     if many and _has_more_pieces(symbols, pieces_max):
-        raise ValidationError(
+        raise TooMuchError(
             f"Expected at most {pieces_max:,} objects, arrays, strings and fractions"
         )
     if long and _has_long_number(symbols):
-        raise ValidationError(f"Expected numbers of at most {DIGITS_MAX} digits")
+        raise TooMuchError(f"Expected numbers of at most {DIGITS_MAX} digits")
 
 
 def outside_texts(body: bytes) -> Symbols:

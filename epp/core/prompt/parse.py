@@ -1,9 +1,10 @@
 """Path and bytes to a request, or a refusal. JSON is decoded once, by decoders built once.
 
-What routing does not need is skipped or taken as it is: the engine judges it. Refused (400) are
-invalid JSON, an unpaired surrogate, a wrong type where we look, nothing to complete, no model
-where the API needs one, and more pieces than can be read in the time of the body's length
-(`core/prompt/outline`). The body is forwarded byte for byte; a rewrite of the model changes that
+Members that routing does not need are skipped: the engine judges them. The picker refuses (400)
+invalid JSON, an unpaired surrogate, a body that is no object, and a missing model where the API
+needs one. It places every other body. If a strict parser does not understand one, it is read a
+second time by `core/prompt/lenient`; if reading would take too long (`core/prompt/outline`), it is
+placed without its prompt. The body is forwarded byte for byte; a rewrite of the model changes that
 one value.
 """
 
@@ -33,7 +34,8 @@ from epp.core.prompt.canonical import (
     responses_prompt,
     text_prompt,
 )
-from epp.core.prompt.outline import admit, is_closing, is_opening, outside_texts
+from epp.core.prompt.lenient import Unread, read_leniently
+from epp.core.prompt.outline import TooMuchError, admit, is_closing, is_opening, outside_texts
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, ApiKind, Refusal, RefusalReason
 
@@ -150,6 +152,7 @@ _decode_responses = Decoder(ResponsesBody, float_hook=_fraction).decode
 _decode_anthropic = Decoder(AnthropicBody, float_hook=_fraction).decode
 _decode_generate = Decoder(GenerateBody).decode
 _decode_body = Decoder(Body).decode
+_decode_any = Decoder(float_hook=_fraction).decode
 
 
 class _Members(Struct, gc=False):
@@ -252,7 +255,7 @@ def _prompts(value: Any, text_api: ApiKind, where: str) -> tuple[ApiKind, tuple[
         with suppress(TypeError):  # something else is among them
             return ApiKind.TOKENS, (_token_bytes(value),), 0
     elif len(value) > PROMPTS_MAX:
-        raise msgspec.ValidationError(f"Expected at most {PROMPTS_MAX:,} prompts - at `{where}`")
+        raise TooMuchError(f"Expected at most {PROMPTS_MAX:,} prompts - at `{where}`")
     elif set(map(type, value)) == {kind}:
         remembered, forgotten = value[:PROMPTS_REMEMBERED_MAX], value[PROMPTS_REMEMBERED_MAX:]
         tokens = sum(map(len, forgotten))
@@ -333,11 +336,15 @@ def parse_request(
     if claim is None or claim.read is None:
         request = opaque_request(headers=headers, request_id=request_id)
         return Parsed(request=request, body=body, incoming_model="")
+    unparsed = ""
     try:
         admit(body)
         reading = claim.read(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-        return _invalid(suffix, problem)
+        again = _read_again(suffix, body, problem)
+        if isinstance(again, Refusal):
+            return again
+        reading, unparsed = again
 
     incoming_model = reading.body.model or ""
     model = model_rewrite or incoming_model
@@ -362,7 +369,52 @@ def parse_request(
         output_tokens_max=_limit(reading.output_tokens_max),
         segments=segments,
     )
-    return Parsed(request=request, body=body, incoming_model=incoming_model)
+    return Parsed(request=request, body=body, incoming_model=incoming_model, unparsed=unparsed)
+
+
+def _read_again(suffix: str, body: bytes, problem: Exception) -> tuple[_Reading, str] | Refusal:
+    """Read a body in which the strict parser met `problem`; return also why it is unparsed."""
+    if isinstance(problem, (TooMuchError, RecursionError)):
+        return _unread(suffix, body, problem)
+    if not isinstance(problem, msgspec.ValidationError):
+        return _invalid(suffix, problem)
+    try:
+        members = _decode_any(body)
+        if not isinstance(members, dict):
+            return _invalid(suffix, problem)
+        model = members.get("model")
+        if model is not None and not isinstance(model, str):
+            return _invalid_model(suffix)
+        found = read_leniently(suffix, members)
+    except (TooMuchError, RecursionError) as costly:
+        return _unread(suffix, body, costly)
+    except (msgspec.DecodeError, UnicodeDecodeError) as broken:
+        return _invalid(suffix, broken)
+    salt = members.get("cache_salt")
+    limit = found.output_tokens_max
+    reading = _Reading(
+        Body(
+            model=members.get("model", UNSET),
+            cache_salt=salt if isinstance(salt, str) else None,
+            stream=Raw(b"true") if members.get("stream") is True else NO_JSON,
+        ),
+        found.api if found.prompts else ApiKind.OPAQUE,
+        found.prompts,
+        Raw(str(limit).encode()) if type(limit) is int else NO_JSON,
+    )
+    return reading, (Unread.SHAPE if found.prompts else Unread.NO_PROMPT).value
+
+
+def _unread(suffix: str, body: bytes, problem: Exception) -> tuple[_Reading, str] | Refusal:
+    """Find the model of a body that is too costly to decode, by searches at the speed of memory."""
+    if _OPENING.match(body) is None:
+        return _invalid(suffix, problem)
+    model: str | UnsetType = UNSET
+    with suppress(msgspec.DecodeError, UnicodeDecodeError):
+        for start, end in _top_level_models(body, one_is_certain=False):
+            model = msgspec.json.decode(body[start:end], type=str)
+    reason = Unread.DEEP if isinstance(problem, RecursionError) else Unread.MUCH
+    return _Reading(Body(model=model)), reason.value
 
 
 def opaque_request(
@@ -440,6 +492,12 @@ def _refusal(message: str, param: str | None = None) -> Refusal:
     return Refusal(reason=RefusalReason.BAD_REQUEST, status=400, message=message, param=param)
 
 
+def _invalid_model(suffix: str) -> Refusal:
+    return _refusal(
+        f"The body for {suffix} has a model of another type; expected a string", "$.model"
+    )
+
+
 def _invalid(suffix: str, problem: Exception) -> Refusal:
     """Say what is wrong and where, without repeating anything of the body.
 
@@ -490,22 +548,24 @@ def rewrite_model(body: bytes, model: str, *, present: bool) -> bytes:
         return b"".join((view[:first], b'"model":', value, comma, view[first:]))
     pieces: list[bytes | memoryview] = []
     done = 0
-    for start, end in _top_level_models(body):
+    for start, end in _top_level_models(body, one_is_certain=True):
         pieces += (view[done:start], value)
         done = end
     pieces.append(view[done:])
     return b"".join(pieces)
 
 
-def _top_level_models(body: bytes) -> list[tuple[int, int]]:
-    """Where the values of top-level members `model` begin and end."""
+def _top_level_models(body: bytes, *, one_is_certain: bool) -> list[tuple[int, int]]:
+    """Return where the values of top-level members `model` begin and end.
+
+    `one_is_certain` says that a decoder has seen one at the top level.
+    """
     members = islice(_MODEL_MEMBER.finditer(body), MODEL_MEMBERS_MAX + 1)
     spans = [member.span(1) for member in members]
-    if len(spans) == 1:
-        # The decoder has seen one at the top level.
+    if not spans or (one_is_certain and len(spans) == 1):
         return spans
     if len(spans) > MODEL_MEMBERS_MAX:
-        raise msgspec.ValidationError(f"Expected at most {MODEL_MEMBERS_MAX:,} members `model`")
+        raise TooMuchError(f"Expected at most {MODEL_MEMBERS_MAX:,} members `model`")
     depths = _depths(body, np.array([start for start, _ in spans]))
     return [span for span, depth in zip(spans, depths, strict=True) if depth == 1]
 

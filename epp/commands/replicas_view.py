@@ -1,7 +1,7 @@
 """What several pickers tell of one pool, as if they were one."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from msgspec import structs
@@ -32,10 +32,6 @@ def as_one(lives: Sequence[Live]) -> Live:
     if len(endpoints) > ENDPOINTS_MAX:
         endpoints.sort(key=lambda one: (not one.reason, -one.requests))
         endpoints = sorted(endpoints[:ENDPOINTS_MAX], key=lambda one: one.name)
-    refused: dict[str, int] = {}
-    for live in lives:
-        for reason, count in live.refused.items():
-            refused[reason] = refused.get(reason, 0) + count
     decisions = [one for live in lives for one in live.decisions]
     latest = max(lives, key=lambda live: live.process.lag_mean_s if live.process else -1.0)
     return structs.replace(
@@ -43,7 +39,8 @@ def as_one(lives: Sequence[Live]) -> Live:
         at_s=max(live.at_s for live in lives),
         window_s=max(live.window_s for live in lives),
         decided=decided,
-        refused=refused,
+        refused=_sums(live.refused for live in lives),
+        unparsed_total=_sums(live.unparsed_total for live in lives),
         shed_total=sum(live.shed_total for live in lives),
         decided_total=sum(live.decided_total for live in lives),
         endpoints_total=max(live.endpoints_total for live in lives),
@@ -57,6 +54,14 @@ def as_one(lives: Sequence[Live]) -> Live:
         process_at=latest.process_at,
         capture=_captures([live.capture for live in lives if live.capture]),
     )
+
+
+def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return the sum of several counts by reason."""
+    summed: Counter[str] = Counter()
+    for one in counts:
+        summed.update(one)
+    return dict(summed)
 
 
 def differences(lives: Sequence[Live]) -> str:

@@ -75,6 +75,9 @@ def _head(live: Live) -> Text:
     line.append(f"  {refused} refused", "red" if refused else "")
     if live.shed_total:
         line.append(f"  {live.shed_total} shed", "red")
+    if live.unparsed_total:
+        each = ", ".join(f"{count} {reason}" for reason, count in live.unparsed_total.items())
+        line.append(f"\nunparsed: {printable(each)}", "yellow")
     if reasons:
         line.append(f"\n{printable(reasons)}", "red")
     return line

@@ -16,6 +16,7 @@ def test_sums_are_sums_and_shares_are_of_all():
         decided=30,
         refused={"a": 1},
         shed_total=2,
+        unparsed_total={"no-prompt": 1},
         endpoints=[
             live_endpoint(1, requests=30, failed=1, prompt_tokens=100, predicted_hits=0.5),
         ],
@@ -23,6 +24,7 @@ def test_sums_are_sums_and_shares_are_of_all():
     second = live(
         decided=10,
         refused={"a": 2, "b": 1},
+        unparsed_total={"no-prompt": 2, "unknown-shape": 4},
         endpoints=[
             live_endpoint(1, requests=0, prompt_tokens=0, predicted_hits=None),
             live_endpoint(2, requests=10, prompt_tokens=300, predicted_hits=0.9),
@@ -30,6 +32,7 @@ def test_sums_are_sums_and_shares_are_of_all():
     )
     seen = as_one([first, second])
     assert (seen.decided, seen.refused, seen.shed_total) == (40, {"a": 3, "b": 1}, 2)
+    assert seen.unparsed_total == {"no-prompt": 3, "unknown-shape": 4}
     one, other = seen.endpoints
     assert (one.requests, one.failed, one.share) == (30, 1, 0.75)
     assert one.predicted_hits == pytest.approx(0.5)

@@ -154,6 +154,12 @@ def test_what_is_wrong_is_seen():
     assert "unknown plugin" in line_of(lines, "refused at")
 
 
+def test_requests_that_were_not_understood_are_seen_by_reason():
+    lines = drawn(live(unparsed_total={"no-prompt": 3, "encoding-corrupt": 1}))
+    assert lines[1] == "unparsed: 3 no-prompt, 1 encoding-corrupt"
+    assert not any("unparsed" in line for line in drawn(live()))
+
+
 @pytest.mark.parametrize(
     ("told", "state"),
     [

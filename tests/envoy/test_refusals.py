@@ -1,6 +1,7 @@
 """What the picker refuses reaches the client as the picker said it."""
 
 import io
+from hashlib import sha256
 
 import pytest
 
@@ -80,3 +81,22 @@ async def test_a_saturated_pool_sheds_what_may_be_shed_with_429(wire):
         assert (await response.json())["error"]["type"] == "rate_limit_error"
     async with wired.client.post(PATH, data=body) as response:
         assert response.status == 200
+
+
+ODD_BODIES = {
+    "/v1/chat/completions": b'{"model":"m","messages":[{"role":"user","content":{"a":1}}]}',
+    "/v1/responses": b'{"model":"m","prompt":{"id":"template","version":"2"}}',
+    "/v1/completions": b'{"model":"m"}',
+}
+
+
+@pytest.mark.parametrize("mode", WHOLE_BODY_MODES)
+@pytest.mark.parametrize("path", ODD_BODIES)
+async def test_a_body_that_is_not_understood_reaches_an_endpoint_as_it_is(mode, path, wire):
+    """The engine judges it."""
+    wired = await wire(request_body_mode=mode)
+    async with wired.client.post(path, data=ODD_BODIES[path]) as response:
+        assert response.status == 200
+        await response.read()
+    (received,) = [one for pod in wired.pods for one in pod.received]
+    assert received.body_sha256 == sha256(ODD_BODIES[path]).hexdigest()

@@ -119,6 +119,8 @@ class Observation:
         if exchange.unparsed:
             api = exchange.unparsed_api or decision.lease.request.api
             self._telemetry.request_unparsed(api, exchange.unparsed)
+            if self._recent is not None:
+                self._recent.unparsed[exchange.unparsed] += 1
         self._picked(leg.endpoint)
         self._decisions.decided(decision)
         if self._recent is not None:

@@ -8,6 +8,7 @@ asked for.
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Final
 
@@ -215,6 +216,8 @@ class RecentDecisions:
         """Number of a decision whose request has not ended -> its place, oldest first."""
         self.shed = 0
         """Streams that were answered without being looked at; of these nothing else is kept."""
+        self.unparsed: Counter[str] = Counter()
+        """Requests whose body was not fully understood since the start, by reason."""
 
     def __len__(self) -> int:
         self.fold()

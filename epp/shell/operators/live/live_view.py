@@ -137,6 +137,8 @@ class Live(Struct, frozen=True, kw_only=True):
     """In the window, by reason."""
     shed_total: int
     """Streams that were turned away unread since the start."""
+    unparsed_total: dict[str, int] = field(default_factory=dict)
+    """Requests whose body was not fully understood since the start, by reason."""
     decided_total: int
     endpoints_total: int
     endpoints_ready: int
@@ -210,6 +212,7 @@ class LiveView:
             decided=lately.decided,
             refused=lately.refused,
             shed_total=self._recent.shed,
+            unparsed_total=dict(self._recent.unparsed),
             decided_total=self._scheduler.decisions,
             endpoints_total=len(rows),
             endpoints_ready=ready,

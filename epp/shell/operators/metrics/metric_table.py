@@ -207,8 +207,9 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_requests_unparsed_total",
         "counter",
         "requests",
-        "Requests placed without prompt knowledge because the picker could not read the body, by API "
-        "(end of the path) and reason.",
+        "Requests placed although the picker did not fully understand the body, by API (end of the "
+        "path) and reason. `unknown-shape`: with what could be read of the prompt; all other "
+        "reasons: without prompt knowledge.",
         ("api", "reason"),
     ),
     MetricSpec(

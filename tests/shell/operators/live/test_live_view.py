@@ -74,6 +74,7 @@ async def test_decisions_and_refusals_are_told_newest_first(seen):
     seen.picker.recent.completed(exchange_of(decision), Outcome(status=200), 101.0)
     seen.picker.recent.refused(REFUSAL, None, request_id="b")
     seen.picker.recent.shed += 3
+    seen.picker.recent.unparsed["no-prompt"] += 2
     live = await seen.look()
     refused, decided = live.decisions
     assert (refused.request_id, refused.refused, refused.status) == (
@@ -87,6 +88,7 @@ async def test_decisions_and_refusals_are_told_newest_first(seen):
     assert decided.runner_up.endpoint != decided.score.endpoint
     assert live.refused == {"rejected-no-endpoints": 1}
     assert live.shed_total == 3
+    assert live.unparsed_total == {"no-prompt": 2}
 
 
 async def test_the_configuration_and_its_last_change_are_told(seen):

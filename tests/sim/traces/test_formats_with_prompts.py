@@ -154,7 +154,6 @@ def test_bodies_without_times_come_at_the_rate_that_was_asked_for(trace_of):
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
-        ({"model": "m", "messages": [{"role": 1}]}, r"messages\[0\].role: The body for chat"),
         ({"model": "", "prompt": "x"}, "model: The body for completions names no model"),
         ({"model": "m", "prompt": ["a", "b"]}, "prompt: Expected one prompt, got 2"),
         ({"model": "m", "prompt": ""}, "prompt: Expected at least one token, got an empty prompt"),

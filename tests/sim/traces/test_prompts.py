@@ -206,7 +206,7 @@ def test_text_of_its_own_must_be_told_by_one_token_behind_stretches():
 
 
 def test_a_raw_body_that_production_refuses_is_a_named_error():
-    """Chat without messages."""
-    one = arrival(5, path="/v1/chat/completions", body=b'{"model": "m"}')
+    """The body is not JSON."""
+    one = arrival(5, path="/v1/chat/completions", body=b"{")
     with pytest.raises(ValueError, match="Request 5 is refused: The body for chat/completions"):
         request_through_bytes(one)

@@ -720,13 +720,14 @@ ENDPOINTS: Final = Dashboard(
             (
                 Panel(
                     "Endpoints",
-                    "Ready, known, set aside after failures, ejected as outliers.",
+                    "Ready, known, set aside after failures, ejected as outliers, full.",
                     "short",
                     (
                         (latest("homing_ready_endpoints", "name"), "ready {{name}}"),
                         (latest("homing_known_endpoints", "name"), "known {{name}}"),
                         (latest("homing_endpoints_set_aside", "name"), "set aside {{name}}"),
                         (latest("homing_endpoints_ejected", "name"), "ejected {{name}}"),
+                        (latest("homing_endpoints_full", "name"), "full {{name}}"),
                     ),
                 ),
                 Panel(

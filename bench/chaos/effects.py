@@ -102,11 +102,12 @@ class DirectClient:
 
 
 class FailingPod:
-    """The pod answers a direct request with 500, no sooner than `after_s`."""
+    """The pod answers a direct request with `status`, no sooner than `after_s`."""
 
-    def __init__(self, port: int, after_s: Seconds) -> None:
+    def __init__(self, port: int, after_s: Seconds, status: int = 500) -> None:
         self._client = DirectClient(port)
         self._after_s = after_s
+        self._status = status
 
     async def before(self) -> None:
         """Require that the healthy pod serves."""
@@ -116,10 +117,10 @@ class FailingPod:
         """Require the failure."""
         answered = await self._client.ask()
         require_effect(
-            answered.status == 500 and answered.took_s >= self._after_s,
+            answered.status == self._status and answered.took_s >= self._after_s,
             f"failing pod {self._client.address}",
             observed=f"status {answered.status} after {answered.took_s:.3f} s",
-            expected=f"status 500 after {self._after_s:g} s",
+            expected=f"status {self._status} after {self._after_s:g} s",
         )
 
 
@@ -358,6 +359,7 @@ OF_POD: Final[Mapping[Fault, Callable[[int], Effect]]] = {
     Fault.SLOW: lambda port: SlowPod(port, SLOWNESS),
     Fault.LIES: lambda port: LyingPod(port, SLOWNESS),
     Fault.CRAWLS: lambda port: SlowPod(port, CRAWL),
+    Fault.REFUSES: lambda port: FailingPod(port, 0.0, status=429),
     Fault.FULL: lambda port: FullPod(port, 4 * FULL_REQUESTS, 503),
 }
 """The proof of each fault of a pod, by the pod's port."""

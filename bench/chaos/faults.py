@@ -363,6 +363,7 @@ CASES: Final[dict[str, Case]] = {
         set=_alone(_restarts, lambda _, port: ClosedPort("pod", port)),
     ),
     "pod-full": _pod(Fault.FULL, f"pod: 503 above {FULL_REQUESTS} requests"),
+    "pod-refuses": _pod(Fault.REFUSES, "pod: 429 to every request, page idle and healthy"),
     "picker-frozen": _picker(
         signal.SIGSTOP, "picker of two: SIGSTOP", lambda picker: StoppedProcess(picker.pid)
     ),

@@ -31,6 +31,7 @@ _QUEUE: Final = re.compile(
     rb"^(vllm:(?:num_requests_(?:running|waiting|waiting_by_reason)|kv_cache_usage_perc)\{.*\}) .*$",
     re.MULTILINE,
 )
+_REFUSAL: Final = {"error": {"message": "too many requests", "type": "RateLimit", "code": 429}}
 _FAILURE: Final = {"error": {"message": "engine dead", "type": "InternalServerError", "code": 500}}
 
 
@@ -45,6 +46,7 @@ class Fault(StrEnum):
     LIES = "lies"
     CRAWLS = "crawls"
     FULL = "full"
+    REFUSES = "refuses"
 
 
 _FACTORS: Final = {Fault.SLOW: SLOWNESS, Fault.LIES: SLOWNESS, Fault.CRAWLS: CRAWL}
@@ -93,6 +95,9 @@ class FaultyPod:
                 return await handler(request)
             if self._fault is Fault.HANGS:
                 await asyncio.Event().wait()
+            if self._fault is Fault.REFUSES:
+                await request.read()
+                return web.json_response(_REFUSAL, status=429)
             if self._fault in {Fault.FAILS_FAST, Fault.FAILS_SLOWLY}:
                 await request.read()
                 fast = self._fault is Fault.FAILS_FAST

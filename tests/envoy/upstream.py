@@ -70,6 +70,8 @@ class Pod:
         self.waiting_requests = 0
         self.running_requests = 0
         self.kv_cache_usage = 0.0
+        self.refuses: dict[str, str] | None = None
+        """Headers of the 429 by which every request is answered; None: the pod serves."""
         self.started_at_s = 1_700_000_000
         self.scrapes = 0
         self._runner: web.AppRunner | None = None
@@ -148,6 +150,8 @@ class Pod:
             self.serving -= 1
 
     def _whole(self, request: web.Request, received: Received) -> web.Response:
+        if self.refuses is not None:
+            return web.Response(status=429, headers=self.refuses)
         size_bytes = request.headers.get("x-test-response-bytes")
         if size_bytes is not None:
             return web.Response(body=large_body(int(size_bytes)))

@@ -165,6 +165,8 @@ class Completed(_Event, frozen=True, kw_only=True):
     ending: str
     status: int | None = None
     by_gateway: bool = False
+    retry_after_s: Seconds | None = None
+    """What a 429 or 503 asked for; None: it did not say."""
 
 
 class Ticked(_Event, frozen=True, kw_only=True):

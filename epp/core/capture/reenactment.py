@@ -238,7 +238,10 @@ class Reenactment:
             case Completed():
                 del self._leases[event.request]
                 outcome = Outcome(
-                    ending=Ending(event.ending), status=event.status, by_gateway=event.by_gateway
+                    ending=Ending(event.ending),
+                    status=event.status,
+                    by_gateway=event.by_gateway,
+                    retry_after_s=event.retry_after_s,
                 )
                 scheduler.take(RequestEnded(lease, outcome), event.at_s)
 

@@ -294,6 +294,7 @@ def _ended(number: int, outcome: Outcome, now: Seconds) -> Ended:
         ending=outcome.ending.value,
         status=outcome.status,
         by_gateway=outcome.by_gateway,
+        retry_after_s=outcome.retry_after_s,
     )
     return Ended(event, outcome.output_tokens, outcome.cached_tokens)
 

@@ -47,6 +47,7 @@ from epp.core.decision.shadow import Acted, Shadow, ShadowTotals, ShadowVerdict
 from epp.core.knowledge.answer_lengths import AnswerLengths
 from epp.core.knowledge.candidates import Affinity, Candidates, Ints
 from epp.core.knowledge.ejection import OutlierEjection
+from epp.core.knowledge.fullness import FULL, NO_SLOTS, FullEndpoints
 from epp.core.knowledge.hit_accuracy import NO_INDEXES, Correction, Expected, HitAccuracy
 from epp.core.knowledge.index import (
     AffinityIndex,
@@ -63,7 +64,7 @@ from epp.core.knowledge.index import (
     joined,
     missing_verbs,
 )
-from epp.core.knowledge.inflight import Ending, InflightLedger, Lease
+from epp.core.knowledge.inflight import MAY_BE_FULL, Ending, InflightLedger, Lease, Outcome
 from epp.core.knowledge.load_report import read_load_report
 from epp.core.knowledge.outliers import Outlier, Outliers
 from epp.core.knowledge.peer_load import PeerLoads
@@ -210,6 +211,8 @@ class Scheduler:
         self.ledger = InflightLedger(self.pool.columns, self._ended)
         self.outliers = Outliers(self.pool.columns)
         """Who is slow or fails beside the others, and gets nothing for it."""
+        self.full = FullEndpoints()
+        """Endpoints that refused requests for want of room, and get fewer for a while."""
         self.accuracy = HitAccuracy()
         """What was predicted of caches beside what engines count."""
         self.answer_lengths = AnswerLengths()
@@ -297,6 +300,8 @@ class Scheduler:
             return False
         if self.outliers.ejection.masked:
             slots = self._not_ejected(slots)
+        if self.full.by_slot:
+            slots, _ = self._with_room(slots, now)
         candidates = self._candidates(slots, {}, request, now)
         return self.settings.profile.holds(request, candidates, self.failures)
 
@@ -347,6 +352,9 @@ class Scheduler:
             return self._nobody_ready(request)
         if self.outliers.ejection.masked:
             slots = self._not_ejected(slots)
+        in_service, full = slots, NO_SLOTS
+        if self.full.by_slot:
+            slots, full = self._with_room(slots, now)
 
         affinities = {
             name: known
@@ -366,10 +374,17 @@ class Scheduler:
         profile = self.settings.profile
         failed_before = self.failures.so_far
         kept = profile.filter(request, candidates, self.failures)
+        if len(full) and not len(kept.candidates):
+            # Only full endpoints pass the filters.
+            slots, full = in_service, NO_SLOTS
+            candidates = self._candidates(slots, affinities, request, now)
+            kept = profile.filter(request, candidates, self.failures)
         if not len(kept.candidates):
             return _nobody_left(kept, len(slots))
         ranked, dropped = self._fresh_first(kept, now)
-        if len(slots) < ready:
+        if len(full):
+            dropped = {FULL: full, **dropped}
+        if len(in_service) < ready:
             away = allowed[self.pool.columns.ejected[allowed]]
             dropped = {OutlierEjection.type_name: away, **dropped}
         scored = profile.score(request, ranked, self.failures, self._kept_scores)
@@ -438,6 +453,8 @@ class Scheduler:
             self._expect(lease, slot, expected)
         self.ledger.move(lease, slot, uncached, now)
         self.outliers.ejection.sent(lease)
+        if self.full.by_slot:
+            self.full.sent(slot, now)
         return Effects(moved=True)
 
     def endpoint_of(self, lease: Lease) -> Endpoint | None:
@@ -453,10 +470,8 @@ class Scheduler:
         live = self.ledger.is_live(lease)
         if live:
             self.outliers.ended(lease, outcome, now)
-            if outcome.status is not None and self.pool.responded(
-                lease.slot, outcome.status, now, by_gateway=outcome.by_gateway
-            ):
-                set_aside = self._endpoint(lease.slot)
+            if outcome.status is not None and self._responded(lease, outcome, outcome.status, now):
+                set_aside = self._endpoint(slot)
         if outcome.ending is Ending.UNSEEN:
             self.ledger.close_later(lease, now, self.settings.lease_ttl_without_response_phase_s)
         else:
@@ -464,6 +479,15 @@ class Scheduler:
         if live and outcome.unserved:
             self._unlearn(lease, slot, now)
         return NO_EFFECTS if set_aside is None else Effects(set_aside=set_aside)
+
+    def _responded(self, lease: Lease, outcome: Outcome, status: int, now: Seconds) -> bool:
+        """Note the status of a response; return whether it sets the endpoint aside."""
+        if status in MAY_BE_FULL and outcome.full:
+            self.full.refused(lease.slot, lease.opened_at_s, outcome.retry_after_s, now)
+            return False
+        if self.full.by_slot and status < 300:
+            self.full.served(lease.slot, lease.opened_at_s)
+        return self.pool.responded(lease.slot, status, now, by_gateway=outcome.by_gateway)
 
     def _unlearn(self, lease: Lease, slot: int, now: Seconds) -> None:
         """The prompt of `lease` was not computed at `slot`: what was assumed of it there is wrong."""
@@ -619,6 +643,7 @@ class Scheduler:
     def _tick(self, given: Tick, now: Seconds) -> None:
         self.ledger.close_due(now)
         self.outliers.tick(now)
+        self.full.tick(now)
         self.answer_lengths.tick()
         self.outlying = dict(self.outliers.detected(now))
         for name, index in self.indexes.items():
@@ -812,6 +837,13 @@ class Scheduler:
         left = slots[~self.pool.columns.ejected[slots]]
         return left if len(left) else slots
 
+    def _with_room(self, slots: Ints, now: Seconds) -> tuple[Ints, Ints]:
+        """Return `slots` without full endpoints, and these; if all are full, all and none."""
+        full = self.full.without_room(slots, now)
+        if not len(full) or len(full) == len(slots):
+            return slots, NO_SLOTS
+        return slots[~np.isin(slots, full)], full
+
     def _fresh_first(self, kept: Kept, now: Seconds) -> tuple[Candidates, dict[str, Ints]]:
         """Leave out who is stale while anybody is fresh, and who is unreachable while anybody is not."""
         if self.pool.all_observed_since(now - self.settings.metrics_staleness_s):
@@ -851,6 +883,8 @@ class Scheduler:
             request, slot, matched_blocks=matched, prefill_tokens=uncached, now=now
         )
         self.outliers.ejection.sent(lease)
+        if self.full.by_slot:
+            self.full.sent(slot, now)
         fallbacks = self._fallbacks(candidates, scored, picked)
         rank = None
         if self._rank_chooser is not None:
@@ -1013,6 +1047,7 @@ class Scheduler:
         self.lives[slot] = self.lives.get(slot, 0) + 1
         self.ledger.forget(slot)
         self.outliers.forget(slot)
+        self.full.forget(slot)
         self.accuracy.forget(slot)
         self.answer_lengths.forget(slot)
         self.outlying.pop(slot, None)

@@ -36,6 +36,10 @@ SHOWN_S_MAX: Final = 10.0
 """Where no page counts and the last first chunk was longer ago, too: the gateway may show none any more."""
 
 
+MAY_BE_FULL: Final = frozenset({429, 503})
+"""Statuses by which an endpoint may say that it has no room."""
+
+
 class Ending(StrEnum):
     """How a request ended, as far as the picker can see."""
 
@@ -58,11 +62,20 @@ class Outcome(Struct, frozen=True, kw_only=True):
     """As the engine counted them, where its response is parsed; None: nobody said."""
     cached_tokens: int | None = None
     """Prompt tokens that the engine had in its cache, as it said."""
+    retry_after_s: Seconds | None = None
+    """Seconds after which a 429 or 503 asks the client to try again; None: it does not say."""
 
     @property
     def failed(self) -> bool:
         """It was an error, of the endpoint or on the way to it."""
         return self.ending is Ending.ERROR or (self.status is not None and self.status >= 500)
+
+    @property
+    def full(self) -> bool:
+        """Whether the endpoint refused the request for want of room."""
+        if self.by_gateway:
+            return False
+        return self.status == 429 or (self.status == 503 and self.retry_after_s is not None)
 
     @property
     def unserved(self) -> bool:

@@ -13,8 +13,9 @@ pool has two kinds of endpoints. A client that left counts as having waited at l
 service; or so large a share of the last ones, while others have less than half of it. Where everybody fails nobody is sent away, and
 who was comes back: then it is the model, or what it is asked.
 
-**Full is not failing.** vLLM answers 503 when its admission limits are reached, and counts it in
-`vllm:admission_rejections`. A 503 of the engine is taken for that until a page contradicts it: the
+**Full is not failing.** An endpoint that answers 429, or 503 with `retry-after`, is full
+(`fullness`), and its answer counts for nothing here. vLLM answers 503 when its admission limits are reached, and counts it in
+`vllm:admission_rejections`. Such a 503 without `retry-after` is taken for that until a page contradicts it: the
 counter stands still, or there is none and nobody waits. Then each was an error. And who refuses
 `REFUSALS_MAX` in a row without one answer is not full, whatever it counts.
 
@@ -304,6 +305,8 @@ class Outliers:
 
     def _failed(self, slot: int, record: _Record, outcome: Outcome, now: Seconds) -> bool:
         """Take note of how it ended; whether that was an error of the endpoint."""
+        if outcome.full:
+            return False
         if outcome.status == 503 and not outcome.by_gateway:
             record.refused_in_a_row += 1
             page_age_s = now - self._columns.observed_at_s.item(slot)

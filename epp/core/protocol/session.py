@@ -51,7 +51,7 @@ from msgspec import Struct, field, structs
 from epp.core.decision.explaining import Explained, explained, explaining_headers
 from epp.core.decision.inputs import LoadReported, OutputStarted, RequestEnded, ServedBy
 from epp.core.decision.scheduler import Decision, Scheduler
-from epp.core.knowledge.inflight import Ending, Outcome
+from epp.core.knowledge.inflight import MAY_BE_FULL, Ending, Outcome
 from epp.core.knowledge.load_report import (
     LOAD_REPORT_FORMAT,
     LOAD_REPORT_HEADER,
@@ -97,6 +97,7 @@ from epp.core.protocol.messages import (
     refusing,
     returnable,
 )
+from epp.core.protocol.retry_after import retry_after_s
 from epp.core.protocol.usage import Usage, UsageReader
 from epp.core.protocol.waiting import Resolution, Resolver, Resume, Wait
 from epp.core.types import Endpoint, Refusal, RefusalReason, Seconds
@@ -167,6 +168,7 @@ class Exchange:
         "request_id",
         "response_bytes",
         "response_started_at_s",
+        "retry_after_s",
         "served",
         "started_at_s",
         "status",
@@ -201,6 +203,8 @@ class Exchange:
         self.first_output_at_s: Seconds | None = None
         self.status: int | None = None
         self.by_gateway = False
+        self.retry_after_s: Seconds | None = None
+        """Seconds after which a 429 or 503 asks the client to try again."""
         """The response is the gateway's own."""
         self.served = ""
         """The endpoint that the response is from, "ip:port", if the gateway tells."""
@@ -613,6 +617,8 @@ class Session:
         # Every engine's web server dates its answers or names itself. What Envoy answers when it
         # gets no connection has neither as yet.
         exchange.by_gateway = not ("date" in event.headers or "server" in event.headers)
+        if exchange.status in MAY_BE_FULL:
+            exchange.retry_after_s = retry_after_s(event.headers)
         decision = exchange.decision
         set_headers: dict[str, str] = {}
         exchange.served = event.served
@@ -1039,6 +1045,7 @@ class Session:
             by_gateway=self._exchange.by_gateway,
             output_tokens=usage.completion_tokens if usage else None,
             cached_tokens=usage.cached_tokens if usage else None,
+            retry_after_s=self._exchange.retry_after_s,
         )
         set_aside = self._scheduler.take(RequestEnded(decision.lease, outcome), now).set_aside
         if set_aside is not None:

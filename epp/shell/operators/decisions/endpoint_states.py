@@ -1,7 +1,7 @@
 """What speaks against each endpoint, why, and since when: for pages and for what is kept of decisions.
 
 Of an endpoint that is not ready its standing speaks against it, of one that is ready that it is
-ejected, fails or is slow. Compared about once a second, so that what lasts for less may be missed.
+ejected, is full, fails or is slow. Compared about once a second, so that what lasts for less may be missed.
 """
 
 import math
@@ -13,13 +13,14 @@ from msgspec import Struct
 
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.ejection import Cause
+from epp.core.knowledge.fullness import FULL, Full
 from epp.core.knowledge.outliers import Outlier
 from epp.core.knowledge.pool import Standing
 from epp.core.types import Endpoint, Seconds
 
 EJECTED: Final = "ejected"
 READY: Final = Standing.READY.value
-OUTLYING: Final = (EJECTED, Cause.FAILING.value, Cause.SLOW.value)
+OUTLYING: Final = (EJECTED, FULL, Cause.FAILING.value, Cause.SLOW.value)
 """States of endpoints that are ready, and have something against them."""
 _OF_SCRAPES: Final = (Standing.UNREACHABLE, Standing.STALE, Standing.NEVER_SCRAPED)
 """Standings whose reason the last scrape tells."""
@@ -36,7 +37,7 @@ class EndpointState(Struct, frozen=True):
     """What speaks against an endpoint, or that nothing does."""
 
     state: str = READY
-    """A standing, or of an endpoint that is ready "ejected", "failing" or "slow"."""
+    """A standing, or of an endpoint that is ready "ejected", "full", "failing" or "slow"."""
     reason: str = ""
     """In words; "" of one that is ready."""
     since_s: float = 0.0
@@ -82,7 +83,9 @@ class EndpointStates:
         differs = False
         for slot, endpoint in scheduler.pool.endpoints():
             was = before.get(endpoint.endpoint_id)
-            state, reason = self._judged(endpoint, standings[slot], outliers.get(slot))
+            state, reason = self._judged(
+                endpoint, standings[slot], outliers.get(slot), scheduler.full.by_slot.get(slot), now
+            )
             if was is None or was.state != state:
                 differs = differs or was is not None or state != READY
                 found = EndpointState(state, reason, at_s)
@@ -95,7 +98,12 @@ class EndpointStates:
             self._changed(notable)
 
     def _judged(
-        self, endpoint: Endpoint, standing: Standing, outlier: Outlier | None
+        self,
+        endpoint: Endpoint,
+        standing: Standing,
+        outlier: Outlier | None,
+        full: Full | None,
+        now: Seconds,
     ) -> tuple[str, str]:
         """State and reason."""
         if standing is not Standing.READY:
@@ -105,10 +113,19 @@ class EndpointStates:
                 kind, sentence = problem
                 reason = f"{reason}: {kind}, {sentence}" if sentence else f"{reason}: {kind}"
             return standing.value, reason
+        if full is not None and (outlier is None or not outlier.ejected):
+            return FULL, _fullness(full, now)
         if outlier is None:
             return READY, ""
         reason = _against(outlier) + (", on trial" if outlier.probed else "")
         return (EJECTED if outlier.ejected else outlier.cause.value), reason
+
+
+def _fullness(full: Full, now: Seconds) -> str:
+    """Return in words why a full endpoint gets few requests or none."""
+    if now < full.until_s:
+        return "it refused requests for want of room, and gets none for some seconds"
+    return "it refused requests for want of room, and gets single ones"
 
 
 def _against(outlier: Outlier) -> str:

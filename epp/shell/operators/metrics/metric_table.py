@@ -578,6 +578,12 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         ("name",),
     ),
     _sampled(
+        "homing_endpoints_full",
+        "endpoints",
+        "Endpoints that refused requests for want of room and get fewer for a while.",
+        ("name",),
+    ),
+    _sampled(
         "homing_endpoint_ejections_total",
         "ejections",
         "Endpoints that were ejected, by cause.",

@@ -65,6 +65,7 @@ def pool_snapshot(
         answer_tokens=scheduler.answer_lengths.tokens,
         slowness=scheduler.outliers.slowness(),
         outliers=dict(scheduler.outliers.detected(now)),
+        full=len(scheduler.full.by_slot),
         ejections={
             cause.value: count for cause, count in scheduler.outliers.ejection.total.items()
         },

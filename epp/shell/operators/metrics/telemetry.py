@@ -122,6 +122,8 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """Slot -> times the pool's median."""
     outliers: Mapping[int, Outlier] = field(default_factory=dict)
     """By slot."""
+    full: int = 0
+    """Endpoints that refused requests for want of room."""
     ejections: Mapping[str, int] = field(default_factory=dict)
     """Cause -> since the start."""
     plugin_errors: Mapping[str, int] = field(default_factory=dict)
@@ -885,6 +887,7 @@ def _add_pool(families: _Families, snapshot: PoolSnapshot) -> None:
     families["homing_endpoints_set_aside"].add_metric(name, snapshot.set_aside)
     ejected = sum(outlier.ejected for outlier in snapshot.outliers.values())
     families["homing_endpoints_ejected"].add_metric(name, ejected)
+    families["homing_endpoints_full"].add_metric(name, snapshot.full)
     for cause, ejections in snapshot.ejections.items():
         families["homing_endpoint_ejections_total"].add_metric([cause], ejections)
     families["homing_held_body_bytes"].add_metric([], snapshot.held_body_bytes)

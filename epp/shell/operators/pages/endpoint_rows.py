@@ -7,6 +7,7 @@ import numpy as np
 
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.candidates import Candidates, Floats
+from epp.core.knowledge.fullness import FULL
 from epp.core.kv_events.stream import StreamState
 from epp.core.types import Endpoint, Seconds
 from epp.shell.engines.endpoint_pages import PagesRow
@@ -48,7 +49,10 @@ def endpoint_rows(
     columns: dict[str, Sequence[Any]] = {
         "name": [endpoint.name for endpoint in candidates.endpoints],
         "address": [endpoint.address for endpoint in candidates.endpoints],
-        "state": list(standings.values()),
+        "state": [
+            FULL if one.state == FULL else standing
+            for one, standing in zip(told, standings.values(), strict=True)
+        ],
         "since": [iso(one.since_s) for one in told],
         "metrics_age_s": _rounded(candidates.metrics_age_s),
         "waiting": _rounded(candidates.waiting_requests),

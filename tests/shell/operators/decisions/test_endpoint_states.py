@@ -7,6 +7,7 @@ from epp.core.knowledge.ejection import Cause
 from epp.core.knowledge.outliers import Outlier
 from epp.core.types import EndpointMetrics
 from epp.shell.operators.decisions.endpoint_states import EndpointStates
+from epp.shell.operators.pages.endpoint_rows import endpoint_rows
 from tests.builders import endpoint
 from tests.test_hermetic import pods
 
@@ -87,3 +88,30 @@ def test_who_leaves_is_forgotten_and_who_is_not_known_is_ready(watched):
 
 def outlier(cause, *, slowness=float("nan"), failures=0, ejected=False):
     return Outlier(cause=cause, slowness=slowness, failures=failures, ejected=ejected)
+
+
+def test_a_full_endpoint_is_shown_as_full_unless_it_is_ejected_or_not_ready(watched):
+    """With what it gets at the moment, which changes nothing of its age."""
+    watched.scheduler.full.refused(1, 10.0, 5.0, 10.0)
+    full = watched.look()["pod-1"]
+    assert (full.state, full.since_s) == ("full", 1_001.0)
+    assert full.reason == "it refused requests for want of room, and gets none for some seconds"
+    watched.scheduler.full.refused(1, 10.1, 0.0, 10.4)
+    single = watched.look()["pod-1"]
+    assert single.reason == "it refused requests for want of room, and gets single ones"
+    assert single.since_s == 1_001.0
+    watched.found = {1: outlier(Cause.SLOW, slowness=3.4)}
+    assert watched.look()["pod-1"].state == "full"
+    watched.found = {1: outlier(Cause.SLOW, slowness=3.4, ejected=True)}
+    assert watched.look()["pod-1"].state == "ejected"
+    watched.found = {}
+    watched.scheduler.full.served(1, 10.6)
+    assert watched.look()["pod-1"].state == "ready"
+
+
+def test_pages_show_a_full_endpoint(watched):
+    """In the row of `/debug/endpoints`, from which `/live` and `epp top` read it."""
+    watched.scheduler.full.refused(1, 10.0, 5.0, 10.0)
+    rows = endpoint_rows(watched.scheduler, watched.states, 10.5)
+    assert [row["state"] for row in rows] == ["ready", "full", "ready"]
+    assert rows[1]["reason"].startswith("it refused requests")

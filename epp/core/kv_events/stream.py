@@ -10,6 +10,10 @@ restarted and is already beyond our last number looks as if frames had been lost
 therefore grafted on the old picture only once a scrape that is newer than the gap has shown the same
 process; else everything is forgotten and asked for from 0.
 
+**A number may be damaged.** A frame whose number is further ahead of the last than any engine could
+have come is left out like a frame that never came. If the next one is too far ahead as well, its
+numbers are those of another process, and everything is forgotten.
+
 **It has no snapshot.** An engine keeps its last frames, 10,000 mostly. Who asks for all and gets less
 knows some blocks that are held and none that are not: `complete` is false, and stays so. Where an
 engine has snapshots, with an epoch, the number with which its frames go on, and a heartbeat, `snapshot`
@@ -46,6 +50,10 @@ SILENT_S: Final[Seconds] = 30.0
 SILENT_TOKENS: Final = 2_048.0
 """A source that sends nothing for `SILENT_S` while its engine computed so many prompt tokens is dead."""
 HEARTBEATS_MISSED_MAX: Final = 3
+GAP_FRAMES_MAX: Final = 100_000
+"""Longest run of missing frames that is believed. vLLM sends one message for each engine step that changes
+its cache, measured at most 40 a second, and `FORGOTTEN_S` after the connection is gone there is no last
+number to compare with. A hundred times that rate makes less than half of this."""
 RECENT_FRAMES: Final = 64
 """By whose digests a frame that comes twice is told from a counter that began anew."""
 
@@ -94,7 +102,9 @@ class StreamCounts(Struct):
     duplicates: int = 0
     gaps: int = 0
     lost: int = 0
-    """Frames that never came."""
+    """Frames that never came although the stream listened."""
+    implausible: int = 0
+    """Frames whose number is more than `GAP_FRAMES_MAX` ahead of the one before."""
     restarts: int = 0
     """Its counter began anew, or its process is another."""
     replays: int = 0
@@ -126,6 +136,10 @@ class KVEventStream:
         self._disconnected_at_s: Seconds = now
         self._last: int | None = None
         """The number of the last frame that counts; None: of none."""
+        self._newest: int | None = None
+        """The number of the last live frame that came, whether it counts yet or not."""
+        self._doubted = False
+        """The last live frame was left out because of its number."""
         self._epoch: str = ""
         self._heartbeat_s: Seconds = math.inf
         self._recent: deque[int] = deque(maxlen=RECENT_FRAMES)
@@ -204,6 +218,15 @@ class KVEventStream:
     def received(self, sequence: int, payload: bytes, now: Seconds) -> None:
         """A live frame came."""
         self._heard(now)
+        if self._newest is not None and sequence - self._newest > GAP_FRAMES_MAX:
+            self.counts.implausible += 1
+            if not self._doubted:
+                self._doubted = True
+                return
+            self.counts.restarts += 1
+            self._reset(now)
+        self._doubted = False
+        self._newest = sequence
         frame = _Frame(sequence, payload)
         if self._waits:
             self._hold(frame, now)
@@ -367,11 +390,16 @@ class KVEventStream:
         elif self._may_replay(now):
             self._ask_missing(self._last + 1, now)
         else:
-            self.counts.lost += frame.sequence - self._last - 1
+            self._count_lost(frame.sequence - self._last - 1)
             self._forget()
             self._apply(frame)
             return
         self._hold(frame, now)
+
+    def _count_lost(self, frames: int) -> None:
+        """Count missing frames, unless a damaged number pretends that there are so many."""
+        if frames <= GAP_FRAMES_MAX:
+            self.counts.lost += frames
 
     def _apply(self, frame: _Frame) -> None:
         self._last = frame.sequence
@@ -452,7 +480,7 @@ class KVEventStream:
             self._begin_anew(now)
 
     def _forget(self) -> None:
-        self._last = None
+        self._last = self._newest = None
         self._recent.clear()
         self.complete = False
         self._actions.append(Forget())
@@ -466,7 +494,7 @@ class KVEventStream:
         held = self._held
         if first and frames and frames[0].sequence > first:
             # It does not keep what we lack.
-            self.counts.lost += frames[0].sequence - first
+            self._count_lost(frames[0].sequence - first)
             self._reset_with(held, now)
             return
         if first == 0 and self._last is not None:
@@ -477,8 +505,6 @@ class KVEventStream:
             self._forget()
         if first == 0:
             self.complete = frames[0].sequence == 0 if frames else self._marked
-            if frames:
-                self.counts.lost += frames[0].sequence
             self._last = frames[0].sequence - 1 if frames else -1
         applied = self._apply_run(frames)
         applied += self._apply_run(held)

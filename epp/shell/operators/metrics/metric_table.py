@@ -731,7 +731,8 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     _sampled(
         "homing_kv_event_stream_changes_total",
         "changes",
-        "What happened to streams of KV events: frames, gaps, lost, replays, restarts and others.",
+        "What happened to streams of KV events: frames, gaps, lost, implausible numbers, replays, "
+        "restarts and others.",
         ("kind",),
         "counter",
     ),

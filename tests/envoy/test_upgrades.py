@@ -6,6 +6,7 @@ import pytest
 
 from epp.flags.values import BodyMode
 from epp.shell.gateway.bootstrap import BootstrapOptions
+from tests.envoy.h2_client import http2_client
 from tests.envoy.rig import http_client, http_connections, running_envoy, until
 from tests.envoy.upstream import running_pods
 
@@ -34,6 +35,52 @@ async def test_a_websocket_works_in_every_mode(mode, wire):
         assert wired.picker.open_leases == 1
     await until(lambda: not wired.picker.open_leases, "the lease to be released")
     assert wired.last_stream.count("> request_body") == 0
+
+
+def connect(path):
+    """The headers of an extended CONNECT, as a browser sends them."""
+    return [
+        (":method", "CONNECT"),
+        (":protocol", "websocket"),
+        (":scheme", "http"),
+        (":path", path),
+        (":authority", "llm"),
+        ("sec-websocket-version", "13"),
+        ("sec-websocket-key", "dGhlIHNhbXBsZSBub25jZQ=="),
+    ]
+
+
+@pytest.mark.parametrize("mode", BodyMode)
+async def test_a_websocket_over_http2_works_in_every_mode(mode, wire):
+    """It is an extended CONNECT (RFC 8441), whose stream stays open like that of an upgrade."""
+    wired = await wire(request_body_mode=mode)
+    async with http2_client(wired.envoy.port) as client:
+        assert client.takes_extended_connect
+        stream = await client.open(connect(PATH))
+        await client.until(lambda: stream in client.statuses)
+        assert client.statuses[stream] == "200"
+        for number in range(3):
+            await client.send_text(stream, f"message {number}")
+            assert await client.received_text(stream) == f"message {number}"
+        assert wired.last_stream.destination() == wired.pod.address
+        assert wired.picker.open_leases == 1
+    await until(lambda: not wired.picker.open_leases, "the lease to be released")
+    assert wired.last_stream.count("> request_body") == 0
+
+
+@pytest.mark.parametrize("response_mode", [BodyMode.NONE, BodyMode.FULL_DUPLEX_STREAMED])
+async def test_a_websocket_over_http2_works_through_a_full_duplex_gateway(response_mode, wire):
+    """The picker answers at the headers, and passes the messages back as they come."""
+    wired = await wire(edit=no_filters_of_its_own, response_body_mode=response_mode)
+    async with http2_client(wired.envoy.port) as client:
+        stream = await client.open(connect(PATH))
+        await client.until(lambda: stream in client.statuses)
+        for number in range(3):
+            await client.send_text(stream, f"message {number}")
+            assert await client.received_text(stream) == f"message {number}"
+        assert wired.last_stream.order[:2] == ["> request_headers", "< request_headers"]
+        assert wired.last_stream.count("> request_body") >= 3
+    await until(lambda: not wired.picker.open_leases, "the lease to be released")
 
 
 def no_filters_of_its_own(document):

@@ -13,8 +13,8 @@ request phase is answered depends on the body mode that the first message announ
   otherwise), so the request is scheduled without having seen its body.
 
 A request without a body, such as GET /v1/models, is scheduled at its headers in every mode. So is
-one that asks for another protocol (a WebSocket) in full duplex, because its body has no end; what
-follows is passed back as it comes. A gateway that buffers it has hung it up before we can tell.
+one that asks for another protocol (a WebSocket by an upgrade or by an extended CONNECT) in full duplex,
+because its body has no end; what follows is passed back as it comes. A gateway that buffers it has hung it up before we can tell.
 
 What ends a lease also lives here and nowhere else: the end of the response, or the end of the
 stream. A stream that ends before any response headers means that the client left, if this gateway
@@ -508,7 +508,10 @@ class Session:
         mode = self._modes.request
         if event.end_of_stream:
             return self._route_headers(now)
-        self._endless = event.headers.get(UPGRADE_HEADER, "").lower() == "websocket"
+        # A CONNECT, extended or not (RFC 9110 section 9.3.6, RFC 8441), or an upgrade.
+        self._endless = event.headers.get(":method") == "CONNECT" or (
+            UPGRADE_HEADER in event.headers and event.headers[UPGRADE_HEADER].lower() == "websocket"
+        )
         if mode in _HOLDING and not self._endless:
             self._phase = Phase.COLLECTING
             if CONTENT_ENCODING in event.headers:
@@ -644,7 +647,7 @@ class Session:
             streamed = content_type.startswith("text/event-stream")
             self._usage_reader = UsageReader(event_stream=streamed)
             hidden = self._modes.response is BodyMode.NONE and not event.end_of_stream
-            if hidden and UPGRADE_HEADER not in self._headers:
+            if hidden and not self._endless:
                 self._observer.usage_unseen()
         if event.end_of_stream:
             self._end_response(now)

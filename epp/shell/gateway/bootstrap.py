@@ -333,7 +333,9 @@ def _listener(options: BootstrapOptions) -> Listener:
         stream_idle_timeout=_STREAM_IDLE_MAX,
         request_headers_timeout=_REQUEST_HEADERS_MAX,
         request_timeout=_REQUEST_MAX,
-        http2_protocol_options=_http2(streams_max=_HTTP2_STREAMS_PER_CONNECTION_MAX),
+        http2_protocol_options=_http2(
+            streams_max=_HTTP2_STREAMS_PER_CONNECTION_MAX, extended_connect=True
+        ),
         route_config=_routes(
             RouteAction(cluster=_ENDPOINTS, timeout=_RESPONSE_MAX, idle_timeout=_STREAM_IDLE_MAX),
             RouteMatch(prefix="/"),
@@ -605,11 +607,19 @@ def _http_options(options: HttpProtocolOptions) -> dict[str, Any]:
 
 
 def _http2(
-    streams_max: int | None = None, keepalive: KeepaliveSettings | None = None
+    streams_max: int | None = None,
+    keepalive: KeepaliveSettings | None = None,
+    *,
+    extended_connect: bool = False,
 ) -> Http2ProtocolOptions:
+    """Return the options of one listener or cluster.
+
+    `extended_connect`: clients may open WebSockets by an extended CONNECT (RFC 8441).
+    """
     return Http2ProtocolOptions(
         max_concurrent_streams=streams_max,
         connection_keepalive=keepalive,
+        allow_connect=extended_connect,
         initial_stream_window_size=_HTTP2_STREAM_WINDOW_BYTES,
         initial_connection_window_size=_HTTP2_CONNECTION_WINDOW_BYTES,
     )

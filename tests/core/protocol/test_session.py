@@ -324,9 +324,32 @@ def test_empty_pieces_are_not_answered_without_end():
     assert "violated: small pieces of a body in routed" in stream.told.events
 
 
-def test_a_websocket_sends_pieces_as_it_likes():
+OPEN_STREAMS = {
+    "upgrade": {":method": "GET", ":path": "/v1/realtime", "upgrade": "WebSocket"},
+    "extended CONNECT": {
+        ":method": "CONNECT",
+        ":protocol": "websocket",
+        ":path": "/v1/realtime",
+        ":scheme": "https",
+    },
+    "CONNECT": {":method": "CONNECT", ":authority": "llm:443"},
+}
+
+
+@pytest.mark.parametrize("mode", [gw.FULL_DUPLEX, gw.STREAMED, gw.NONE])
+@pytest.mark.parametrize("fields", OPEN_STREAMS.values(), ids=OPEN_STREAMS)
+def test_a_request_whose_stream_stays_open_is_answered_at_its_headers(fields, mode):
+    """Its body has no end that could be waited for."""
+    stream = stream_of()
+    answers = stream.send(gw.request_headers(fields, modes=gw.protocol(mode, gw.NONE)))
+    assert [gw.kind(one) for one in answers] == ["request_headers"]
+    assert gw.destination(answers[0])
+    assert not stream.session.incomplete
+
+
+@pytest.mark.parametrize("fields", OPEN_STREAMS.values(), ids=OPEN_STREAMS)
+def test_a_websocket_sends_pieces_as_it_likes(fields):
     """What follows its headers is another protocol."""
-    fields = {":method": "GET", ":path": "/v1/realtime", "upgrade": "websocket"}
     stream = stream_of()
     stream.send(gw.request_headers(fields))
     answers = stream.send(*[gw.request_body(b"x", end=False)] * (2 * PIECES_FREE))
@@ -433,6 +456,7 @@ def test_the_end_of_the_stream_ends_the_lease_after_response_headers(response_mo
         (gw.NONE, False, {}, False, False),
         (gw.NONE, True, {}, True, False),
         (gw.NONE, True, {"upgrade": "websocket"}, False, False),
+        (gw.NONE, True, {":method": "CONNECT", ":protocol": "websocket"}, False, False),
     ],
 )
 def test_usage_that_is_to_be_read_and_not_shown_is_told(response_mode, asked, fields, end, told):

@@ -180,8 +180,9 @@ def test_the_lock_of_the_picker_has_nothing_of_the_simulator_or_of_the_tests():
     assert locked & {name.lower() for name in others} <= REQUIRED_BESIDES
 
 
-REQUIRED_BESIDES = {"hpack"}
-"""Of the dev group, and asked for by a library of the picker too."""
+REQUIRED_BESIDES = {"h2", "hpack"}
+"""Distributions of the dev group that a library of the picker requires as well: httpcore2 requires
+`h2`, and `h2` requires `hpack`."""
 
 
 def test_serving_needs_nothing_of_the_simulator():

@@ -22,10 +22,11 @@ from sim.output import (
     progress_bar,
     write_whole,
 )
-from sim.sentences import unread
+from sim.sentences import failed, unread
 from sim.traces.arrival import Arrival
-from sim.traces.formats import FORMATS, open_trace
-from sim.traces.reading import ReadOptions
+from sim.traces.formats import open_trace
+from sim.traces.plausibility import warnings_of
+from sim.traces.reading_flags import add_reading_flags, read_options
 
 if TYPE_CHECKING:
     from sim.drive.driver import Driven, Driver, DriveSettings
@@ -50,6 +51,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     add("--model", action="append", type=_model, default=[], metavar="[TRACED=]NAME",
         help="ask for NAME in the place of the trace's model, or of TRACED alone")  # fmt: skip
+    add("--unlisted-models", action="store_true",
+        help="do not ask the gateway first whether it serves the models")  # fmt: skip
     add("--header", action="append", type=_header, default=[], metavar="NAME:VALUE",
         help="of every request; never written to a report")  # fmt: skip
     add("--header-file", type=Path, metavar="FILE", help="the same, one a line: for keys")
@@ -72,36 +75,28 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="DIR",
         help="results of `sim replay --out`, to be shown beside",
     )
-    add("--trace-format", choices=sorted(known.name for known in FORMATS), help="do not guess")
-    add("--block-tokens", type=_count, metavar="N", help="tokens in a block of the trace")
-    add("--rate-per-s", type=_positive, default=1.0, metavar="R",
-        help="arrivals a second, where the trace has no times (1)")  # fmt: skip
-    add("--skip-bad", action="store_true", help="count malformed lines instead of stopping")
+    add_reading_flags(parser, "--trace-format")
     add("--seed", type=int, default=1, help="of a generated workload (1)")
     add_output_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """0: done; 1: no request has a whole answer. 130: interrupted, what was done is told."""
+    """0: done; 1: no request has a whole answer, or a model is not served. 130: interrupted, what was done is told."""
     # HTTP takes a tenth of a second to import, which no other command shall pay for.
     from sim.drive.driver import DriveSettings  # noqa: PLC0415
+    from sim.drive.served_models import (  # noqa: PLC0415
+        NotServedError,
+        NotToldError,
+        check_served,
+        models_asked,
+    )
 
     beside = None if options.beside is None else read_run(options.beside / "summary.json")
     headers = dict([*options.header, *_headers_in(options.header_file)])
-    trace = open_trace(
-        Path(options.trace),
-        ReadOptions(
-            format=options.trace_format or "",
-            block_tokens=options.block_tokens,
-            skip_bad=options.skip_bad,
-            rate_per_s=options.rate_per_s,
-            seed=options.seed,
-        ),
-    )
+    trace = open_trace(Path(options.trace), read_options(options, options.seed))
     total = trace.requests_expected()
     total = total if options.requests is None else min(total, options.requests)
-    folder = open_folder(options)
     settings = DriveSettings(
         url=options.url,
         models=dict(options.model),
@@ -111,6 +106,18 @@ def run(options: argparse.Namespace) -> int:
         in_flight_max=options.in_flight,
         timeout_s=options.timeout,
     )
+    for warning in warnings_of(trace):
+        print(f"sim: warning: {warning}", file=sys.stderr)
+    if not options.unlisted_models:
+        asked = models_asked(islice(iter(trace), options.requests), settings.models)
+        try:
+            asyncio.run(check_served(settings, asked))
+        except NotServedError as unserved:
+            return failed(str(unserved), code=1)
+        except NotToldError as untold:
+            what = "The gateway did not tell which models it serves"
+            print(f"sim: warning: {what}: {untold}.", file=sys.stderr)
+    folder = open_folder(options)
     measures, progress = DriveMeasures(), progress_bar("drive")
     told = _shown(progress, total, measures)
     arrivals = islice(iter(trace), options.requests)

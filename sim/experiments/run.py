@@ -29,6 +29,7 @@ from sim.measurement.timeline import Timeline
 from sim.traces.arrival import Arrival, TraceError
 from sim.traces.formats import open_trace
 from sim.traces.hits import AFFINITY, RANDOM, Hits
+from sim.traces.plausibility import warnings_of
 from sim.traces.prompts import (
     PICKER_BLOCK_TOKENS,
     PromptHashes,
@@ -207,8 +208,10 @@ class Run:
         scenario, pods = self.settings.scenario, cluster.pods.count.totals()
         peers = cluster.pickers.peering.summary()
         tiers = cluster.pods.tier_tokens()
+        measured = self.measures.summary()
         return replace(
-            self.measures.summary(),
+            measured,
+            warnings=[*measured.warnings, *warnings_of(self.trace)],
             bad_lines=self.trace.bad_lines,
             pool=PoolSummary(
                 autoscaled=scenario is not None and scenario.autoscaler is not None,

@@ -36,9 +36,9 @@ from sim.experiments.run import RunSettings, jitter_in_effect_s
 from sim.experiments.scenario_file import PODS_MAX, Scenario, scenario_in
 from sim.measurement.evidence import EVIDENCE, features_used
 from sim.measurement.measures import WARM_UP_FROM_S, WARM_UP_S_MAX, Targets
-from sim.traces.formats import FORMATS
 from sim.traces.kept import kept_folder
 from sim.traces.reading import ReadOptions
+from sim.traces.reading_flags import add_reading_flags, read_options
 
 PODS: Final = 8
 RUNS_MAX: Final = 1_000
@@ -53,18 +53,9 @@ def add_run_options(parser: argparse.ArgumentParser, *, several_replicas: bool =
     """
     add = parser.add_argument
     add("trace", metavar="TRACE", help="a trace file; the format is found by its content")
-    add("--trace-format", choices=sorted(known.name for known in FORMATS), help="do not guess")
-    add("--block-tokens", type=_count, metavar="N", help="tokens in a block of the trace")
-    add(
-        "--rate-per-s",
-        type=_positive,
-        default=1.0,
-        metavar="R",
-        help="arrivals a second, where the trace has no times (1)",
-    )
+    add_reading_flags(parser, "--trace-format")
     add("--no-cache", action="store_true", help="read the trace's own file even if it is large: "
         "else it is kept as it was read in $XDG_CACHE_HOME or ~/.cache, in homing/traces")  # fmt: skip
-    add("--skip-bad", action="store_true", help="count malformed lines instead of stopping")
     add("--requests", type=_count, metavar="N", help="only the first N requests")
     add(
         "--jitter",
@@ -214,14 +205,7 @@ def run_settings(
         ),
         seed=seed,
         repetition=repetition,
-        read=ReadOptions(
-            format=options.trace_format or "",
-            block_tokens=options.block_tokens,
-            skip_bad=options.skip_bad,
-            rate_per_s=options.rate_per_s,
-            seed=seed,
-            kept_in="" if options.no_cache else kept_folder(),
-        ),
+        read=read_options(options, seed, "" if options.no_cache else kept_folder()),
         requests_max=options.requests,
         jitter_s=options.jitter,
         speed=options.speed,
@@ -308,6 +292,16 @@ def _kv_event_conditions(told: KVEventSettings | None) -> dict[str, float]:
     return {} if told is None else {"kv_events_delay_s": told.delay_s, "kv_events_loss": told.loss}
 
 
+def _reading_conditions(read: ReadOptions) -> dict[str, Any]:
+    """What was told of the columns, units and tokens of the trace; empty if nothing was."""
+    told = {
+        "columns": dict(read.columns),
+        "time_unit": read.time_unit,
+        "tokenizer": Path(read.tokenizer).name,
+    }
+    return {name: value for name, value in told.items() if value}
+
+
 def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
     """What was run, for reports; of several runs that differ in nothing but policy, number of
     pickers, seed and speed.
@@ -321,7 +315,8 @@ def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
         "trace": Path(settings.trace).name,
         "trace_format": read.format or None,
         "block_tokens": read.block_tokens,
-        "rate_per_s": read.rate_per_s,
+        "rate_per_s": read.rate_per_s or 1.0,
+        **_reading_conditions(read),
         "skip_bad": read.skip_bad,
         "requests_max": settings.requests_max,
         "jitter_s": jitter_in_effect_s(settings),

@@ -1,10 +1,9 @@
 """The folder of a live capture as one file: the requests of all its processes, in order of time."""
 
 import heapq
-import io
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO
 
 import msgspec
 from msgspec import Struct
@@ -14,8 +13,7 @@ from epp.core.capture.lines import FORMAT_NAME, CaptureHeader
 from epp.core.capture.transcript import BEHIND_MAX
 from epp.core.types import Seconds
 from sim.traces.arrival import TraceError
-
-_BUFFER_BYTES: Final = 65_536
+from sim.traces.line_stream import stream_of
 
 
 class _Timed(Struct):
@@ -23,25 +21,6 @@ class _Timed(Struct):
 
 
 _time_of = msgspec.json.Decoder(_Timed).decode
-
-
-class _Lines(io.RawIOBase):
-    """Lines, to be read as a file is."""
-
-    def __init__(self, lines: Iterator[bytes]) -> None:
-        self._lines = lines
-        self._rest = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: "memoryview") -> int:  # type: ignore[override]
-        if not self._rest:
-            self._rest = next(self._lines, b"")
-        given = self._rest[: len(buffer)]
-        buffer[: len(given)] = given
-        self._rest = self._rest[len(given) :]
-        return len(given)
 
 
 def captured(folder: Path) -> BinaryIO:
@@ -72,7 +51,7 @@ def captured(folder: Path) -> BinaryIO:
     first = msgspec.json.encode(header) + b"\n"
     merged = heapq.merge(*(_in_order(_requests(files)) for files in origins.values()))
     lines = _after(first, (line for _, line in merged))
-    return io.BufferedReader(_Lines(lines), _BUFFER_BYTES)
+    return stream_of(lines)
 
 
 def _after(first: bytes, lines: Iterable[bytes]) -> Iterator[bytes]:

@@ -21,11 +21,12 @@ from sim.output import Printer
 from sim.sentences import sentence_of
 from sim.traces.arrival import Arrival
 from sim.traces.capture import CaptureWriter
-from sim.traces.formats import FORMATS, open_trace
+from sim.traces.formats import open_trace
 from sim.traces.inspection import Inspection, PodCeilings, Pool, Quantiles, inspect
 from sim.traces.mooncake import MooncakeWriter
-from sim.traces.openai_requests import OPENAI
-from sim.traces.reading import LineFormat, ReadOptions, Trace
+from sim.traces.plausibility import warnings_of
+from sim.traces.reading import LineFormat, Trace
+from sim.traces.reading_flags import add_reading_flags, read_options
 from sim.traces.standard import STANDARD, Drawing
 from sim.traces.workloads import ClosedLoad
 
@@ -53,44 +54,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     _add_convert(kinds)
 
 
-def add_reading(parser: argparse.ArgumentParser) -> None:
-    """Flags that say how a trace is to be read; `read_options` takes them."""
-    add = parser.add_argument
-    add(
-        "--format",
-        default="",
-        choices=["", *(known.name for known in FORMATS)],
-        metavar="NAME",
-        help="format of the trace, else found by content: "
-        + ", ".join(known.name for known in FORMATS),
-    )
-    add(
-        "--block-tokens",
-        type=_positive,
-        metavar="N",
-        help="tokens in a block, where the format does not say",
-    )
-    add(
-        "--rate-per-s",
-        type=_rate,
-        default=1.0,
-        metavar="R",
-        help="arrivals a second, where the format has no times",
-    )
-    add("--skip-bad", action="store_true", help="count malformed lines instead of stopping")
-
-
-def read_options(options: argparse.Namespace, seed: int = 1) -> ReadOptions:
-    """What `add_reading` added, as the readers want it."""
-    return ReadOptions(
-        format=options.format,
-        block_tokens=options.block_tokens,
-        rate_per_s=options.rate_per_s,
-        skip_bad=options.skip_bad,
-        seed=seed,
-    )
-
-
 def _add_inspect(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = kinds.add_parser(
         "inspect",
@@ -99,7 +62,7 @@ def _add_inspect(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     add = parser.add_argument
     add("trace", type=Path, metavar="TRACE")
-    add_reading(parser)
+    add_reading_flags(parser, "--format", "--trace-format")
     add("--pods", type=_pods, default=8, metavar="N", help="pods of the pool (default: 8)")
     add(
         "--profile",
@@ -151,7 +114,7 @@ def _add_convert(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     add = parser.add_argument
     add("trace", type=Path, metavar="IN")
     add("out", type=Path, metavar="OUT", help="gzip if it ends in .gz")
-    add_reading(parser)
+    add_reading_flags(parser, "--format", "--trace-format")
     add("--to", choices=("capture", "mooncake"), required=True)
     add("--limit", type=_positive, metavar="N", help="stop after so many")
     add(
@@ -200,6 +163,7 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
     if first is None:
         raise trace.without_requests()
     found = inspect(stream, pool, options.seed)
+    warnings = warnings_of(trace)
     if options.json:
         document = {
             "schema": 1,
@@ -207,6 +171,7 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
             "trace": str(options.trace),
             "format": trace.format.name,
             "bad_lines": trace.bad_lines,
+            "warnings": warnings,
             "estimates": [*_ESTIMATES, *(_TOKEN_ESTIMATES if _token_estimate(trace) else ())],
             "pool": {"pods": pool.pods, "profile": profile.name, "kv_tokens": kv_tokens},
             **msgspec.to_builtins(found),
@@ -214,6 +179,7 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
         _write_json(document)
         return 0
     _print(console, trace, pool, found)
+    _warn(warnings)
     return 0
 
 
@@ -252,7 +218,6 @@ def _convert(options: argparse.Namespace, console: Console) -> int:
     if trace.drawn_by_seed():
         _say_seed(console, options)
         extra["seed"] = options.seed
-    salt = _salt(options, trace)
     limit = options.limit
     first, stream = _peek(
         _shown(
@@ -263,6 +228,7 @@ def _convert(options: argparse.Namespace, console: Console) -> int:
     )
     if first is None:
         raise trace.without_requests()
+    salt = _salt(options, has_text=bool(first.body))
     with _new_file(options.out, replace=options.force) as file:
         if options.to == "mooncake":
             lines = _convert_mooncake(stream, file)
@@ -274,19 +240,21 @@ def _convert(options: argparse.Namespace, console: Console) -> int:
                 source=f"{trace.format.name} trace",
             )
             lines = _convert_capture(stream, writer, salt)
-    extra |= {"bad_lines": trace.bad_lines, "format": trace.format.name}
+    warnings = warnings_of(trace)
+    extra |= {"bad_lines": trace.bad_lines, "format": trace.format.name, "warnings": warnings}
+    _warn(warnings)
     _say_written(console, options, lines, extra)
     _say_problems(console, trace, quiet=options.json)
     return 0
 
 
-def _salt(options: argparse.Namespace, trace: Trace) -> Salt | None:
+def _salt(options: argparse.Namespace, *, has_text: bool) -> Salt | None:
     if options.salt_file is not None:
         key = options.salt_file.read_bytes().strip()
         if not 0 < len(key) <= 64:
             raise ValueError(f"{options.salt_file}: Expected 1 to 64 bytes, got {len(key)}.")
         return Salt(key)
-    return Salt(secrets.token_bytes(_SALT_BYTES)) if trace.format is OPENAI else None
+    return Salt(secrets.token_bytes(_SALT_BYTES)) if has_text else None
 
 
 def _convert_capture(stream: Iterable[Arrival], writer: CaptureWriter, salt: Salt | None) -> int:
@@ -363,6 +331,11 @@ def _say_written(
         _write_json({"schema": 1, "out": str(options.out), "requests": lines, **extra})
         return
     console.print(f"{lines:,} requests written to {options.out}", highlight=False, markup=False)
+
+
+def _warn(warnings: Iterable[str]) -> None:
+    for warning in warnings:
+        sys.stderr.write(f"sim: warning: {warning}\n")
 
 
 def _say_problems(console: Console, trace: Trace, *, quiet: bool) -> None:

@@ -5,6 +5,7 @@ from typing import Final
 
 from sim.traces.arrival import TraceError
 from sim.traces.capture import CAPTURE
+from sim.traces.columns import OBJECTS, PROMPTS, TABLE
 from sim.traces.inference_perf import INFERENCE_PERF
 from sim.traces.litellm import LITELLM
 from sim.traces.openai_requests import OPENAI
@@ -22,9 +23,11 @@ from sim.traces.reading import (
 
 FORMATS: Final[tuple[Format, ...]] = (
     *(CAPTURE, MOONCAKE, BAILIAN, AZURE, BURSTGPT),
-    *(LITELLM, OPENAI, INFERENCE_PERF),
+    *(LITELLM, OPENAI, INFERENCE_PERF, TABLE, PROMPTS, OBJECTS),
 )
 """In the order in which they are tried."""
+_BY_COLUMNS: Final = (PROMPTS, TABLE, OBJECTS)
+"""Tried last, since they know so many lines."""
 
 
 def open_trace(path: Path, options: ReadOptions | None = None) -> Trace:
@@ -37,8 +40,9 @@ def open_trace(path: Path, options: ReadOptions | None = None) -> Trace:
     first = next((number for number, _ in first_lines(path)), None)
     if first is None:
         raise empty(path)
-    known = _named(options.format) if options.format else _found(path)
+    known = _named(options.format) if options.format else _found(path, options)
     if known is not None:
+        _check(path, known, options)
         return Trace(path, known, options)
     names = ", ".join(known.name for known in FORMATS)
     raise TraceError(str(path), first, "", f"Expected one of the formats {names}")
@@ -48,14 +52,32 @@ def _named(name: str) -> Format | None:
     return next((known for known in FORMATS if known.name == name), None)
 
 
-def _found(path: Path) -> Format | None:
-    """By its beginning: a document, or the first line that some format knows."""
+def _check(path: Path, known: Format, options: ReadOptions) -> None:
+    """Raise `TraceError` if an option was given that the format would ignore."""
+    takes = known.takes if isinstance(known, LineFormat) else frozenset()
+    for name in ("columns", "time_unit", "tokenizer"):
+        if getattr(options, name) and name not in takes:
+            flag = f"--{name.replace('_', '-')}"
+            raise TraceError(
+                str(path), 0, "", f"Expected no {flag}: the format {known.name} tells this itself"
+            )
+
+
+def _found(path: Path, options: ReadOptions) -> Format | None:
+    """By its beginning: a document, or the first line that some format knows.
+
+    Where the user names columns, the file is one with columns, whatever else it looks like.
+    """
     beginning = head(path)
     for known in FORMATS:
         if isinstance(known, DocumentFormat) and known.recognises(beginning):
             return known
-    for _, line in first_lines(path):
-        for known in FORMATS:
-            if isinstance(known, LineFormat) and known.recognises(line):
-                return known
+    lines = [line for _, line in first_lines(path)]
+    listing = [known for known in FORMATS if isinstance(known, LineFormat)]
+    others = [one for one in listing if one not in _BY_COLUMNS]
+    for tried in (_BY_COLUMNS,) if options.columns else (others, _BY_COLUMNS):
+        for line in lines:
+            for format_of_lines in tried:
+                if format_of_lines.recognises(line):
+                    return format_of_lines
     return None

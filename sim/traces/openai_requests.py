@@ -6,23 +6,27 @@ A line is a body; or an object with the body under `body`, as the batch API has 
 """
 
 from array import array
-from datetime import UTC, datetime
 from typing import Annotated, Any, Final
 
 import msgspec
-from msgspec import Meta, Raw, Struct, field
+from msgspec import Meta, Raw, Struct, field, structs
 
 from epp.core.capture.lines import Tokens
 from epp.core.prompt.parse import parse_request
 from epp.core.types import BYTES_PER_TOKEN, Refusal
 from sim.traces.arrival import Arrival, FieldError
 from sim.traces.headers import headers_of
+from sim.traces.moments import seconds_of
 from sim.traces.reading import MALFORMED, LineFormat, Parse, ReadOptions
+from sim.traces.texts import BLOCK_TOKENS, Tokenize, blocks_of, text_in, tokenizer_at
 
-BLOCK_TOKENS: Final = 16
-"""Fine enough for the picker's blocks and for those of most engines."""
 OUTPUT_TOKENS_DEFAULT: Final = 128
 """Where neither the line nor a limit in the body tells the length of the answer."""
+TOKEN_ESTIMATE: Final = (
+    f"Prompt tokens are estimated as one for every {BYTES_PER_TOKEN} bytes of text, unless a "
+    "--tokenizer counts them; where a line has no count of them, answer tokens are its limit, or "
+    f"{OUTPUT_TOKENS_DEFAULT} without one."
+)
 _BLOCKS_MAX: Final = 1_000_000
 _TERMINATOR_BYTES: Final = 1
 """What production reads of an empty text: its end."""
@@ -52,19 +56,17 @@ class _Line(Struct):
     url: str = ""
     path: str = ""
     time_s: Annotated[float, Meta(ge=0)] | None = None
-    timestamp: Annotated[float, Meta(ge=0)] | datetime | None = None
+    timestamp: float | str | None = None
     output_tokens: Tokens | None = None
     response: _Response | None = None
     session: str = ""
     priority: int = 0
     headers: dict[str, str] = field(default_factory=dict)
 
-    def arrival_s(self) -> float | None:
+    def arrival_s(self, unit: str) -> float | None:
         if self.time_s is not None or self.timestamp is None:
             return self.time_s
-        if isinstance(self.timestamp, datetime):
-            return (self.timestamp.replace(tzinfo=self.timestamp.tzinfo or UTC)).timestamp()
-        return self.timestamp
+        return seconds_of(self.timestamp, "timestamp", unit, "s")
 
     def answered_tokens(self) -> int | None:
         if self.output_tokens is not None or self.response is None:
@@ -76,6 +78,7 @@ class _Line(Struct):
 def _parser(first: bytes, options: ReadOptions) -> Parse:
     decode_line = msgspec.json.Decoder(_Line).decode
     decode_body = msgspec.json.Decoder(dict[str, Raw]).decode
+    tokenize = tokenizer_at(options.tokenizer)
 
     def parse(index: int, text: bytes) -> Arrival:
         members = decode_body(text)
@@ -83,39 +86,67 @@ def _parser(first: bytes, options: ReadOptions) -> Parse:
         body = bytes(line.body)
         if body.startswith(b'"'):
             body = msgspec.json.decode(body, type=str).encode()
-        path = line.path or line.url or _path_of(decode_body(body))
         headers = headers_of(line.headers)
-        parsed = parse_request(path=path, headers=dict(headers), body=body, request_id=str(index))
-        if isinstance(parsed, Refusal):
-            member = (parsed.param or "").removeprefix("$").removeprefix(".")
-            raise FieldError(member, parsed.message)
-        request = parsed.request
-        if len(request.prompts) != 1:
-            raise FieldError("prompt", f"Expected one prompt, got {len(request.prompts)}")
-        if len(request.prompts[0]) <= _TERMINATOR_BYTES:
-            raise FieldError("prompt", "Expected at least one token, got an empty prompt")
-        [chain] = request.chains_of(BLOCK_TOKENS * BYTES_PER_TOKEN, _BLOCKS_MAX)
-        arrival_s = line.arrival_s()
-        limit = request.output_tokens_max or OUTPUT_TOKENS_DEFAULT
-        return Arrival(
-            index=index,
-            time_s=index / options.rate_per_s if arrival_s is None else arrival_s,
-            # Production counts tokens by bytes: of fewer than four there are none.
-            prompt_tokens=max(1, request.prompt_tokens),
-            output_tokens=line.answered_tokens() or limit,
-            output_tokens_max=request.output_tokens_max,
-            blocks=tuple(array("Q", chain)),
-            block_tokens=BLOCK_TOKENS,
-            model=request.model,
-            cache_salt=request.cache_salt,
+        arrival = arrival_of_body(
+            index, body, line.path or line.url, headers=headers, tokenize=tokenize
+        )
+        arrival_s = line.arrival_s(options.time_unit)
+        return structs.replace(
+            arrival,
+            time_s=options.at_rate_s(index) if arrival_s is None else arrival_s,
+            output_tokens=line.answered_tokens() or arrival.output_tokens,
             session=line.session,
             priority=line.priority,
-            headers=headers,
-            path=path,
-            body=body,
         )
 
     return parse
+
+
+def arrival_of_body(
+    index: int,
+    body: bytes,
+    path: str = "",
+    *,
+    headers: tuple[tuple[str, str], ...] = (),
+    tokenize: Tokenize | None = None,
+) -> Arrival:
+    """The request `body` at time 0, its answer as long as its limit, or as is usual without one.
+
+    `path` is "" if the body tells which API it is for. Raises `FieldError` for what the picker would
+    refuse, and what msgspec raises for what is no JSON object.
+    """
+    path = path or _path_of(msgspec.json.decode(body, type=dict[str, Raw]))
+    parsed = parse_request(path=path, headers=dict(headers), body=body, request_id=str(index))
+    if isinstance(parsed, Refusal):
+        member = (parsed.param or "").removeprefix("$").removeprefix(".")
+        raise FieldError(member, parsed.message)
+    request = parsed.request
+    if len(request.prompts) != 1:
+        raise FieldError("prompt", f"Expected one prompt, got {len(request.prompts)}")
+    if len(request.prompts[0]) <= _TERMINATOR_BYTES:
+        raise FieldError("prompt", "Expected at least one token, got an empty prompt")
+    text = text_in(body) if tokenize is not None else ""
+    if tokenize is not None and text:
+        ids = tokenize(text)
+        prompt_tokens, blocks = len(ids), blocks_of(ids)
+    else:
+        [chain] = request.chains_of(BLOCK_TOKENS * BYTES_PER_TOKEN, _BLOCKS_MAX)
+        prompt_tokens, blocks = request.prompt_tokens, tuple(array("Q", chain))
+    return Arrival(
+        index=index,
+        time_s=0.0,
+        # Production counts tokens by bytes: of fewer than four there are none.
+        prompt_tokens=max(1, prompt_tokens),
+        output_tokens=request.output_tokens_max or OUTPUT_TOKENS_DEFAULT,
+        output_tokens_max=request.output_tokens_max,
+        blocks=blocks,
+        block_tokens=BLOCK_TOKENS,
+        model=request.model,
+        cache_salt=request.cache_salt,
+        headers=headers,
+        path=path,
+        body=body,
+    )
 
 
 def _path_of(body: dict[str, Any]) -> str:
@@ -141,7 +172,6 @@ OPENAI: Final = LineFormat(
     says="raw OpenAI request bodies JSONL, bare or under `body` (batch files)",
     recognises=_recognises,
     parser=_parser,
-    token_estimate=f"Prompt tokens are estimated as one for every {BYTES_PER_TOKEN} bytes of text; "
-    "where a line has no count of them, answer tokens are its limit, or "
-    f"{OUTPUT_TOKENS_DEFAULT} without one.",
+    token_estimate=TOKEN_ESTIMATE,
+    takes=frozenset({"time_unit", "tokenizer"}),
 )

@@ -1,8 +1,6 @@
 """Published traces: Mooncake, Azure, BurstGPT, Qwen-Bailian. Each is described where it is read."""
 
-import csv
 from collections import OrderedDict
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Final
 
@@ -10,12 +8,13 @@ import msgspec
 from msgspec import Meta, Struct
 
 from epp.core.capture.lines import BlockId, TokenCount, Tokens
-from sim.traces.arrival import Arrival, FieldError
+from sim.traces.arrival import Arrival
 from sim.traces.blocks import check_block_tokens, check_blocks
+from sim.traces.cells import Table, count
+from sim.traces.moments import UNITS_S, instant_of, seconds_of
 from sim.traces.reading import LineFormat, Parse, ReadOptions
+from sim.traces.turns import Turns
 
-_DIGITS_MAX: Final = 7
-"""Of a number of tokens."""
 _CONVERSATIONS_MAX: Final = 1_000_000
 """Bailian: conversations whose first request is remembered."""
 
@@ -23,30 +22,56 @@ _CONVERSATIONS_MAX: Final = 1_000_000
 class _MooncakeLine(Struct, gc=False):
     """`timestamp` in ms; one id for every 512 tokens, the rest at the end has one too.
 
-    kvcache-ai/Mooncake, FAST25-release/traces. Other tools write this format with other blocks.
+    kvcache-ai/Mooncake, FAST25-release/traces. Other tools write this format with other blocks, and
+    without times or ids: `delay` (ms, after the previous answer of `session_id`) is AIPerf's.
     """
 
-    timestamp: Annotated[float, Meta(ge=0)]
     input_length: Tokens
     output_length: TokenCount
-    hash_ids: tuple[BlockId, ...]
+    timestamp: float | str | None = None
+    hash_ids: tuple[BlockId, ...] | None = None
+    session_id: str | int | None = None
+    delay: Annotated[float, Meta(ge=0)] | None = None
+    block_size: Tokens | None = None
+
+
+_MOONCAKE_BLOCK_TOKENS: Final = 512
 
 
 def _mooncake(first: bytes, options: ReadOptions) -> Parse:
-    decode = msgspec.json.Decoder(_MooncakeLine).decode
-    size = options.block_tokens or 512
-    check_block_tokens(size)
+    # Some tools write every number as a float, which is still a whole number.
+    decode = msgspec.json.Decoder(_MooncakeLine, strict=False).decode
+    sizes: set[int] = set()
+    turns: Turns | None = None
 
     def parse(index: int, line: bytes) -> Arrival:
+        nonlocal turns
         row = decode(line)
-        check_blocks(row.hash_ids, row.input_length, size, "hash_ids")
+        size = options.block_tokens or row.block_size or _MOONCAKE_BLOCK_TOKENS
+        if size not in sizes:
+            check_block_tokens(size)
+            sizes.add(size)
+        if row.hash_ids:
+            check_blocks(row.hash_ids, row.input_length, size, "hash_ids")
+        time_s = None
+        if row.timestamp is not None:
+            time_s = seconds_of(row.timestamp, "timestamp", options.time_unit, "ms")
+        if turns is None:
+            turns = Turns(options, timed=time_s is not None)
+        session = "" if row.session_id is None else str(row.session_id)
+        delay_s = None if row.delay is None else row.delay / 1000
+        moment = turns.next(index, time_s, session, delay_s, "timestamp")
         return Arrival(
             index=index,
-            time_s=row.timestamp / 1000,
+            time_s=moment.time_s,
             prompt_tokens=row.input_length,
             output_tokens=max(1, row.output_length),
-            blocks=row.hash_ids,
-            block_tokens=size,
+            blocks=row.hash_ids or (),
+            block_tokens=size if row.hash_ids else 0,
+            session=session,
+            turn=moment.turn,
+            after=moment.after,
+            think_s=moment.think_s,
         )
 
     return parse
@@ -70,6 +95,7 @@ class _BailianLine(Struct, gc=False):
 def _bailian(first: bytes, options: ReadOptions) -> Parse:
     decode = msgspec.json.Decoder(_BailianLine).decode
     size = options.block_tokens or 16
+    unit_s = UNITS_S[options.time_unit or "s"]
     check_block_tokens(size)
     roots: OrderedDict[int, int] = OrderedDict()
 
@@ -82,7 +108,7 @@ def _bailian(first: bytes, options: ReadOptions) -> Parse:
             roots.popitem(last=False)
         return Arrival(
             index=index,
-            time_s=row.timestamp,
+            time_s=row.timestamp * unit_s,
             prompt_tokens=row.input_length,
             output_tokens=max(1, row.output_length),
             blocks=row.hash_ids,
@@ -94,42 +120,8 @@ def _bailian(first: bytes, options: ReadOptions) -> Parse:
     return parse
 
 
-class _Columns:
-    """The columns of a CSV file, found by name."""
-
-    def __init__(self, header: bytes, needed: Sequence[str]) -> None:
-        names = [name.strip() for name in _cells(header.removeprefix(b"\xef\xbb\xbf"))]
-        missing = [name for name in needed if name not in names]
-        if missing:
-            raise FieldError("", f"Expected columns {', '.join(needed)}, missing {missing[0]}")
-        self._width = len(names)
-        self._at = {name: names.index(name) for name in names}
-
-    def row(self, line: bytes) -> dict[str, str]:
-        """The cells by column; `FieldError` if there are too few or too many."""
-        cells = _cells(line)
-        if len(cells) != self._width:
-            raise FieldError("", f"Expected {self._width} columns, got {len(cells)}")
-        return {name: cells[at].strip() for name, at in self._at.items()}
-
-
-def _cells(line: bytes) -> list[str]:
-    try:
-        return next(csv.reader([line.decode().rstrip("\r\n")]))
-    except csv.Error:
-        longest = f"cells of at most {csv.field_size_limit()} characters"
-        raise FieldError("", f"Expected a row without line breaks, {longest}") from None
-
-
-def _count(row: dict[str, str], name: str, lowest: int) -> int:
-    text = row[name]
-    # Some tables are written with floats throughout.
-    digits = text.removesuffix(".0")
-    if digits.isascii() and digits.isdecimal() and len(digits) <= _DIGITS_MAX:
-        number = int(digits)
-        if lowest <= number:
-            return number
-    raise FieldError(name, f"Expected an integer of at least {lowest}, got {text[:40]!r}")
+_EPOCH: Final = datetime(2023, 1, 1, tzinfo=UTC)
+"""Near the data, so that a float keeps the microseconds."""
 
 
 def _azure(header: bytes, options: ReadOptions) -> Parse:
@@ -137,32 +129,18 @@ def _azure(header: bytes, options: ReadOptions) -> Parse:
 
     Azure/AzurePublicDataset, 2023 and 2024.
     """
-    columns = _Columns(header, ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
+    columns = Table(header, ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
 
     def parse(index: int, line: bytes) -> Arrival:
         row = columns.row(line)
         return Arrival(
             index=index,
-            time_s=_instant_s(row["TIMESTAMP"]),
-            prompt_tokens=_count(row, "ContextTokens", 1),
-            output_tokens=max(1, _count(row, "GeneratedTokens", 0)),
+            time_s=(instant_of(row["TIMESTAMP"], "TIMESTAMP") - _EPOCH).total_seconds(),
+            prompt_tokens=count(row, "ContextTokens", 1),
+            output_tokens=max(1, count(row, "GeneratedTokens", 0)),
         )
 
     return parse
-
-
-_EPOCH: Final = datetime(2023, 1, 1, tzinfo=UTC)
-"""Near the data, so that a float keeps the microseconds."""
-
-
-def _instant_s(text: str) -> float:
-    try:
-        instant = datetime.fromisoformat(text)
-    except ValueError:
-        raise FieldError("TIMESTAMP", f"Expected a date and a time, got {text[:40]!r}") from None
-    if instant.tzinfo is None:
-        instant = instant.replace(tzinfo=UTC)
-    return (instant - _EPOCH).total_seconds()
 
 
 def _burstgpt(header: bytes, options: ReadOptions) -> Parse:
@@ -170,25 +148,17 @@ def _burstgpt(header: bytes, options: ReadOptions) -> Parse:
 
     HPMLL/BurstGPT. A request that failed is no arrival: there was nothing to serve.
     """
-    columns = _Columns(header, ("Timestamp", "Model", "Request tokens", "Response tokens"))
+    columns = Table(header, ("Timestamp", "Model", "Request tokens", "Response tokens"))
 
     def parse(index: int, line: bytes) -> Arrival | None:
         row = columns.row(line)
-        output_tokens = _count(row, "Response tokens", 0)
+        output_tokens = count(row, "Response tokens", 0)
         if not output_tokens:
             return None
-        try:
-            time_s = float(row["Timestamp"])
-        except ValueError:
-            time_s = -1.0
-        if not 0 <= time_s < float("inf"):
-            raise FieldError(
-                "Timestamp", f"Expected seconds of at least 0, got {row['Timestamp'][:40]!r}"
-            )
         return Arrival(
             index=index,
-            time_s=time_s,
-            prompt_tokens=_count(row, "Request tokens", 1),
+            time_s=seconds_of(row["Timestamp"], "Timestamp", options.time_unit, "s"),
+            prompt_tokens=count(row, "Request tokens", 1),
             output_tokens=output_tokens,
             model=row["Model"],
             session=row.get("Session ID", ""),
@@ -201,29 +171,42 @@ def _is_bailian(line: bytes) -> bool:
     return b'"hash_ids"' in line and b'"chat_id"' in line
 
 
+def _may_be_csv(line: bytes) -> bool:
+    return b"," in line and not line.lstrip().startswith(b"{")
+
+
+def _is_mooncake(line: bytes) -> bool:
+    if not line.lstrip().startswith(b"{") or _is_bailian(line):
+        return False
+    return b'"hash_ids"' in line or (b'"input_length"' in line and b'"output_length"' in line)
+
+
 MOONCAKE: Final = LineFormat(
     name="mooncake",
     says="Mooncake JSONL: timestamp (ms), input_length, output_length, hash_ids of 512 tokens",
-    recognises=lambda line: b'"hash_ids"' in line and not _is_bailian(line),
+    recognises=_is_mooncake,
+    takes=frozenset({"time_unit"}),
     parser=_mooncake,
 )
 BAILIAN: Final = LineFormat(
     name="bailian",
     says="Qwen-Bailian JSONL: chat_id, timestamp (s), hash_ids of 16 tokens, not chained",
     recognises=_is_bailian,
+    takes=frozenset({"time_unit"}),
     parser=_bailian,
 )
 AZURE: Final = LineFormat(
     name="azure",
     says="Azure LLM inference CSV: TIMESTAMP, ContextTokens, GeneratedTokens",
-    recognises=lambda line: b"ContextTokens" in line and b"," in line,
+    recognises=lambda line: b"ContextTokens" in line and _may_be_csv(line),
     parser=_azure,
     has_header=True,
 )
 BURSTGPT: Final = LineFormat(
     name="burstgpt",
     says="BurstGPT CSV: Timestamp (s), Model, Request tokens, Response tokens",
-    recognises=lambda line: b"Request tokens" in line and b"," in line,
+    recognises=lambda line: b"Request tokens" in line and _may_be_csv(line),
+    takes=frozenset({"time_unit"}),
     parser=_burstgpt,
     has_header=True,
 )

@@ -1,18 +1,14 @@
 """A trace file to arrivals in order of time, one at a time: no file is held as a whole.
 
 Formats are told apart by the first line that any of them knows, never by the name of the file.
-Files that begin with gzip's magic are read through it. A line that is malformed is named; it stops
-the reading, or is counted.
+`containers` makes lines of what a trace is stored in. A line that is malformed is named; it stops the
+reading, or is counted.
 """
 
 import contextlib
-import gzip
 import hashlib
 import heapq
-import io
 import math
-import stat
-import zlib
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -24,6 +20,7 @@ from msgspec import Struct
 from epp.core.types import Seconds
 from sim.traces.arrival import Arrival, FieldError, TraceError, field_error
 from sim.traces.captured import captured
+from sim.traces.containers import HEAD_BYTES, LINE_BYTES_MAX, is_packed, lines_in, opened
 from sim.traces.kept import KeptTraces, NotKept
 from sim.traces.workloads import Generated
 
@@ -31,10 +28,7 @@ PROBLEMS_MAX: Final = 10
 """Bad lines that are remembered; all are counted."""
 BEGINNING_LINES_MAX: Final = 10
 """Lines that may be bad before the one that tells the format."""
-_LINE_BYTES_MAX: Final = 64 * 1024 * 1024
 _DOCUMENT_BYTES_MAX: Final = 16 * 1024 * 1024
-_HEAD_BYTES: Final = 65536
-_GZIP: Final = b"\x1f\x8b"
 _KEPT_FROM_BYTES: Final = 16 * 1024 * 1024
 """A file of lines so large takes about a second to read."""
 _KEPT_FROM_PACKED_BYTES: Final = 2 * 1024 * 1024
@@ -51,12 +45,22 @@ class ReadOptions(Struct, frozen=True, kw_only=True):
     """Count malformed lines instead of stopping at the first."""
     reorder_max: int = 10_000
     """Lines by which an arrival may be out of order."""
-    rate_per_s: float = 1.0
-    """Arrivals a second where the format has no times."""
+    rate_per_s: float | None = None
+    """Arrivals a second where the trace has no times; None: nothing was said, and it is 1."""
+    columns: tuple[tuple[str, str], ...] = ()
+    """(what, name): the column `name` of the trace holds `what`, a name of `columns.ROLES`."""
+    time_unit: str = ""
+    """Unit of the times, a key of `moments.UNITS_S`; "": the unit of the format or of the column."""
+    tokenizer: str = ""
+    """`tokenizer.json`, or its folder, that counts the tokens of texts; "": bytes are counted."""
     seed: int = 1
     """For formats that describe a workload instead of listing requests."""
     kept_in: str = ""
     """Folder in which big traces are kept as they were read; "": they are read each time."""
+
+    def at_rate_s(self, arrivals: int) -> Seconds:
+        """When a request arrives after `arrivals` others in a trace without times."""
+        return arrivals / (self.rate_per_s or 1.0)
 
 
 Parse: TypeAlias = Callable[[int, bytes], Arrival | None]
@@ -83,6 +87,8 @@ class LineFormat(Struct, frozen=True, kw_only=True):
     generated: Callable[[bytes], Generated | None] | None = None
     """First line -> what its requests were drawn from; may raise what a parser raises. None: lines
     of this format are always recorded."""
+    takes: frozenset[str] = frozenset()
+    """Which of the options `columns`, `time_unit` and `tokenizer` change how it is read."""
 
 
 class DocumentFormat(Struct, frozen=True, kw_only=True):
@@ -131,7 +137,7 @@ class Trace:
         """Whether it is read from where it is kept, and put there by an iteration to the end."""
         if not self.options.kept_in or isinstance(self.format, DocumentFormat):
             return False
-        from_bytes = _KEPT_FROM_PACKED_BYTES if _is_packed(self.path) else _KEPT_FROM_BYTES
+        from_bytes = _KEPT_FROM_PACKED_BYTES if is_packed(self.path) else _KEPT_FROM_BYTES
         return self.path.stat().st_size >= from_bytes
 
     def keep(self) -> None:
@@ -165,7 +171,7 @@ class Trace:
         """What the requests are drawn from; None: they were recorded. Raises as iterating does."""
         try:
             if isinstance(self.format, DocumentFormat):
-                with _opened(self.path) as file:
+                with opened(self.path) as file:
                     return self.format.generated(file.read(_DOCUMENT_BYTES_MAX))
             if self.format.generated is None:
                 return None
@@ -173,6 +179,14 @@ class Trace:
             return self.format.generated(line)
         except MALFORMED as problem:
             raise self._named(0, problem) from None
+
+    def as_written(self) -> Iterator[Arrival]:
+        """The requests in the order of the file, at the times of the file; bad lines are left out.
+
+        The counters do not change. Raises `TraceError` and `OSError`.
+        """
+        options = msgspec.structs.replace(self.options, skip_bad=True)
+        return (one for _, one in Trace(self.path, self.format, options)._arrivals())
 
     def drawn_by_seed(self) -> bool:
         """Whether the seed of the options decides what an iteration gives.
@@ -187,7 +201,7 @@ class Trace:
         options = self.options
         how = (
             self.format.name, options.block_tokens, options.skip_bad, options.reorder_max,
-            options.rate_per_s,
+            options.rate_per_s, options.columns, options.time_unit, options.tokenizer,
         )  # fmt: skip
         kept = KeptTraces(Path(options.kept_in))
         return kept, kept.name_of(self.path, how)
@@ -235,7 +249,7 @@ class Trace:
 
     def _arrivals(self) -> Iterator[tuple[int, Arrival]]:
         """(line, arrival) in the order of the file."""
-        with _opened(self.path) as file:
+        with opened(self.path) as file:
             try:
                 if isinstance(self.format, DocumentFormat):
                     generated = self.format.generated(file.read(_DOCUMENT_BYTES_MAX))
@@ -312,54 +326,15 @@ def content_hash(path: Path) -> str:
     """
     digest = hashlib.sha256()
     with captured(path) if path.is_dir() else path.open("rb") as file:
-        while part := file.read(_HEAD_BYTES):
+        while part := file.read(HEAD_BYTES):
             digest.update(part)
     return digest.hexdigest()
-
-
-def _open_bytes(path: Path) -> BinaryIO:
-    """The file, unpacked if it is gzip; may raise `TraceError` and `OSError`."""
-    if path.is_dir():
-        return captured(path)
-    # A pipe is not even opened: that could wait for its writer.
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise TraceError(str(path), 0, "", "Expected a regular file: a trace is read several times")
-    return io.BufferedReader(gzip.open(path)) if _is_packed(path) else path.open("rb")
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
     """Changes when the file does."""
     told = path.stat()
     return told.st_ino, told.st_size, told.st_mtime_ns
-
-
-def _is_packed(path: Path) -> bool:
-    if path.is_dir():
-        return False
-    with path.open("rb") as file:
-        return file.read(len(_GZIP)) == _GZIP
-
-
-def lines_in(path: Path) -> int:
-    """How many lines the file has, a last one without its end too.
-
-    Raises `TraceError` and `OSError`.
-    """
-    lines, last = 0, b"\n"
-    with _opened(path) as file:
-        while part := file.read(_HEAD_BYTES):
-            lines += part.count(b"\n")
-            last = part[-1:]
-    return lines + (last != b"\n")
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    with _open_bytes(path) as file:
-        try:
-            yield file
-        except (EOFError, zlib.error, gzip.BadGzipFile):
-            raise TraceError(str(path), 0, "", "Expected a whole gzip file") from None
 
 
 def empty(path: Path) -> TraceError:
@@ -369,23 +344,23 @@ def empty(path: Path) -> TraceError:
 
 def head(path: Path) -> bytes:
     """The first 64 KiB, unpacked."""
-    with _opened(path) as file:
-        return file.read(_HEAD_BYTES)
+    with opened(path) as file:
+        return file.read(HEAD_BYTES)
 
 
 def first_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """(number, line) of the first ten lines that are not blank, at most 64 KiB of each."""
-    with _opened(path) as file:
+    with opened(path) as file:
         for number, line in islice(_numbered(file, str(path)), BEGINNING_LINES_MAX):
-            yield number, line[:_HEAD_BYTES]
+            yield number, line[:HEAD_BYTES]
 
 
 def _numbered(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
     """(number from 1, line) of the lines that are not blank."""
     number = 0
-    while line := file.readline(_LINE_BYTES_MAX):
+    while line := file.readline(LINE_BYTES_MAX):
         number += 1
-        if len(line) == _LINE_BYTES_MAX:
-            raise TraceError(path, number, "", f"Expected a line below {_LINE_BYTES_MAX} bytes")
+        if len(line) == LINE_BYTES_MAX:
+            raise TraceError(path, number, "", f"Expected a line below {LINE_BYTES_MAX} bytes")
         if line.strip():
             yield number, line

@@ -16,6 +16,8 @@ class Gateway:
         self.held = threading.Event()
         self.held.set()
         self.answers = self.stream
+        self.models = self.no_models
+        """What answers a question for the models that are served."""
         self.url = ""
 
     async def handle(self, request):
@@ -42,6 +44,20 @@ class Gateway:
         await response.write(b"data: [DONE]\n\n")
         return response
 
+    async def no_models(self, request):
+        return web.Response(status=404)
+
+    def serve(self, *names):
+        """From now on these models are listed; what is asked for is served whether or not it is."""
+
+        async def listed(request):
+            return web.json_response({"object": "list", "data": [{"id": name} for name in names]})
+
+        self.models = listed
+
+    async def models_asked(self, request):
+        return await self.models(request)
+
     async def refuse(self, request, body):
         return web.Response(status=503, text="no room for " + body["prompt"][:10])
 
@@ -56,7 +72,9 @@ def gateway(**more):
     loop = asyncio.new_event_loop()
     started = threading.Event()
     application = web.Application()
-    application.add_routes([web.post("/{path:.*}", served.handle)])
+    application.add_routes(
+        [web.get("/v1/models", served.models_asked), web.post("/{path:.*}", served.handle)]
+    )
     runner = web.AppRunner(application, shutdown_timeout=0.1)
 
     async def start():

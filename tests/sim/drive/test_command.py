@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from aiohttp import web
 
 from sim.__main__ import main
 from tests.configuration.test_past_decisions import write
@@ -168,3 +169,77 @@ def test_a_file_of_headers_is_not_quoted(trace, tmp_path, capsys):
     assert drive(trace, "http://127.0.0.1:1", "--header-file", tmp_path / "keys") == 1
     told = capsys.readouterr().err
     assert told == f"sim: {tmp_path / 'keys'}: expected headers in UTF-8, got the byte 0xff at 0\n"
+
+
+def test_a_model_that_is_not_served_stops_the_drive(trace, tmp_path, capsys):
+    """Before any request, with the names that are served and the flag that chooses one."""
+    blocks, out = ("--block-tokens", BLOCK_TOKENS), tmp_path / "out"
+    with gateway() as served:
+        served.serve("llama", "qwen")
+        assert drive(trace, served.url, *blocks, "--out", out) == 1
+        said = capsys.readouterr().err
+        assert (
+            "serves no model 'trace', which the trace asks for. It serves 'llama', 'qwen'" in said
+        )
+        assert "--model NAME" in said
+        assert not served.asked
+        assert not out.exists()
+        assert drive(trace, served.url, *blocks, "--model", "llama", "--out", out) == 0
+        assert {body["model"] for _, _, body in served.asked} == {"llama"}
+        assert drive(trace, served.url, *blocks, "--model", "none") == 1
+        assert drive(trace, served.url, *blocks, "--unlisted-models") == 0
+
+
+async def _not_json(request):
+    return web.Response(text="<html>")
+
+
+async def _another_shape(request):
+    return web.json_response({"models": []})
+
+
+async def _elsewhere(request):
+    return web.Response(status=307, headers={"location": "http://127.0.0.1:1/v1/models"})
+
+
+async def _endless(request):
+    response = web.StreamResponse()
+    await response.prepare(request)
+    for _ in range(40):
+        await response.write(b" " * 65_536)
+    return response
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (_not_json, "the answer is no list of models"),
+        (_another_shape, "the answer is no list of models"),
+        (_elsewhere, "the answer has status 307"),
+        (_endless, "the answer is no list of models"),
+        (None, "the answer has status 404"),
+    ],
+)
+def test_a_gateway_that_tells_no_models_is_driven_with_one_warning(trace, capsys, answer, why):
+    """Of an answer without end a megabyte is read, and no redirect is followed."""
+    with gateway() as served:
+        served.models = answer or served.models
+        assert drive(trace, served.url, "--block-tokens", BLOCK_TOKENS) == 0
+    said = capsys.readouterr().err
+    assert said.count("did not tell which models it serves") == 1
+    assert why in said
+
+
+def test_keys_go_with_the_question_for_models(trace):
+    """A gateway that asks for a key asks for it there too."""
+    seen = []
+
+    async def listed(request):
+        seen.append(request.headers.get("x-api-key"))
+        return web.json_response({"data": [{"id": "trace"}]})
+
+    with gateway() as served:
+        served.models = listed
+        key = ("--header", "x-api-key: secret")
+        assert drive(trace, served.url, "--block-tokens", BLOCK_TOKENS, *key) == 0
+    assert seen == ["secret"]

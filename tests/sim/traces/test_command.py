@@ -201,11 +201,11 @@ def test_raw_requests_leave_no_text_in_a_capture(tmp_path):
     ("arguments", "problem"),
     [
         (("inspect", "{missing}"), "No such file"),
-        (("inspect", "{bad}"), "bad.jsonl:2: hash_ids: Expected this field, found none"),
+        (("inspect", "{bad}"), "bad.jsonl:2: input_length: Expected this field, found none"),
         (("inspect", "{in}", "--format", "azure"), "in.jsonl:1: Expected columns TIMESTAMP"),
         (("inspect", "{in}", "--block-tokens", "100"), "got 100"),
         (("convert", "{in}", "{in}", "--to", "mooncake"), "in.jsonl exists; --force replaces it"),
-        (("convert", "{bad}", "{out}", "--to", "capture"), "bad.jsonl:2: hash_ids"),
+        (("convert", "{bad}", "{out}", "--to", "capture"), "bad.jsonl:2: input_length"),
         (("generate", "rag", "--out", "{missing}/out"), "none/out: No such file or directory"),
         (("generate", "rag", "--out", "{folder}", "--force"), "{folder}: Is a directory"),
         (
@@ -221,7 +221,7 @@ def test_raw_requests_leave_no_text_in_a_capture(tmp_path):
 def test_what_cannot_be_done_is_said_in_a_sentence(mooncake, tmp_path, capsys, arguments, problem):
     """On stderr, with exit code 1, and no half-written file is left."""
     bad = tmp_path / "bad.jsonl"
-    bad.write_text(LINE % (0, 3) + '{"timestamp": 0, "input_length": 1, "output_length": 1}\n')
+    bad.write_text(LINE % (0, 3) + '{"timestamp": 0, "output_length": 1}\n')
     worse, empty, folder = tmp_path / "worse.jsonl", tmp_path / "empty", tmp_path / "folder"
     worse.write_text("{oops\n{oops\n")
     empty.touch()

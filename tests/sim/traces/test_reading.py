@@ -142,7 +142,7 @@ BAD_LINES = [
     (AZURE + "2023-11-16 18:17:03,1\n", 2, "", "Expected 3 columns, got 2"),
     (AZURE + "yesterday,1,1\n", 2, "TIMESTAMP", "Expected a date and a time, got 'yesterday'"),
     (AZURE + "2023-11-16 18:17:03,0,1\n", 2, "ContextTokens", "of at least 1, got '0'"),
-    (BURSTGPT + "nan,GPT-4,1,1,2,API log\n", 2, "Timestamp", "Expected seconds"),
+    (BURSTGPT + "nan,GPT-4,1,1,2,API log\n", 2, "Timestamp", "Expected a time"),
     (BURSTGPT.encode() + b"1,\xff,1,1,2,API log\n", 2, "", "Expected UTF-8"),
     (AZURE + "2023-11-16\r18:17:03,1,1\n", 2, "", "Expected a row without line breaks"),
     (AZURE + "x" * 140_000 + ",1,1\n", 2, "", "cells of at most 131072 characters"),
@@ -265,7 +265,7 @@ def test_a_trace_must_be_a_file(tmp_path):
         open_trace(path)
 
 
-@pytest.mark.parametrize("text", ["hello\n", '{"a": 1}\n'])
+@pytest.mark.parametrize("text", ["hello\n", "1,2,3\n", "\x7fELF,\x01\n"])
 def test_an_unknown_format_is_refused_with_the_known_ones(trace_of, text):
     """And a format can be forced."""
     with pytest.raises(TraceError, match="Expected one of the formats capture, mooncake"):

@@ -1,0 +1,90 @@
+"""Whether a gateway serves the models that a trace asks for, before the first request is sent."""
+
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Final
+
+import msgspec
+from aiohttp import ClientError, ClientSession, ClientTimeout
+from msgspec import Struct
+
+from epp.core.types import Seconds
+from sim.drive.driver import DriveSettings
+from sim.traces.arrival import Arrival
+from sim.traces.prompts import model_of
+
+LOOKED_AT_MAX: Final = 1_000
+"""Requests of the beginning whose models are looked at."""
+_TIMEOUT_S: Final = 10.0
+_ANSWER_BYTES_MAX: Final = 1024 * 1024
+_NAMES_TOLD_MAX: Final = 20
+
+
+class NotServedError(Exception):
+    """The gateway does not serve a model of the trace; the text is a sentence."""
+
+
+class NotToldError(Exception):
+    """The gateway did not tell which models it serves; the text is a clause."""
+
+
+class _Model(Struct):
+    id: str
+
+
+class _Models(Struct):
+    data: list[_Model]
+
+
+def models_asked(arrivals: Iterable[Arrival], models: Mapping[str, str]) -> dict[str, str]:
+    """Model that will be asked for -> its name in the trace, of the first requests.
+
+    `models` maps names of the trace as `DriveSettings.models` does.
+    """
+    asked: dict[str, str] = {}
+    for arrival in islice(arrivals, LOOKED_AT_MAX):
+        traced = model_of(arrival)
+        asked.setdefault(models.get(traced) or models.get("") or traced, traced)
+    return asked
+
+
+async def check_served(settings: DriveSettings, asked: Mapping[str, str]) -> None:
+    """Ask `/v1/models`. Raises `NotServedError` and `NotToldError`."""
+    served = await _served(settings)
+    missing = [name for name in asked if name not in served]
+    if missing:
+        raise NotServedError(
+            f"{settings.url} serves no model {_listed(missing)}, which the trace asks for. It serves "
+            f"{_listed(served)}: choose one with --model NAME, or with --model TRACED=NAME for one "
+            "model of the trace. --unlisted-models sends the requests as they are."
+        )
+
+
+async def _served(settings: DriveSettings) -> list[str]:
+    timeout_s: Seconds = min(_TIMEOUT_S, settings.timeout_s)
+    url = f"{settings.url.rstrip('/')}/v1/models"
+    try:
+        async with (
+            ClientSession(timeout=ClientTimeout(total=timeout_s)) as session,
+            # A key is for the gateway that was named.
+            session.get(url, headers=settings.headers, allow_redirects=False) as response,
+        ):
+            if response.status != 200:
+                raise NotToldError(f"the answer has status {response.status}")
+            body = await response.content.read(_ANSWER_BYTES_MAX)
+            while len(body) < _ANSWER_BYTES_MAX and (
+                more := await response.content.read(_ANSWER_BYTES_MAX - len(body))
+            ):
+                body += more
+        return [model.id for model in msgspec.json.decode(body, type=_Models).data]
+    except (ClientError, TimeoutError, OSError) as problem:
+        raise NotToldError(str(problem) or type(problem).__name__) from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise NotToldError("the answer is no list of models") from None
+
+
+def _listed(names: Iterable[str]) -> str:
+    told = [repr(name[:100]) for name in islice(names, _NAMES_TOLD_MAX + 1)]
+    if not told:
+        return "none"
+    return ", ".join(told[:_NAMES_TOLD_MAX]) + (" and more" if len(told) > _NAMES_TOLD_MAX else "")

@@ -1,0 +1,137 @@
+"""What the columns of a trace hold, by their names or by what the user told."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from msgspec import Struct
+
+from sim.traces.arrival import FieldError
+from sim.traces.moments import unit_in
+
+ROLES: Final[Mapping[str, tuple[str, ...]]] = {
+    "timestamp": (
+        *("timestamp", "arrivaltime", "arrivedat", "arrivaltimestamp", "arrival", "time", "ts"),
+        *("starttime", "starttimestamp", "requeststarttime", "requeststart", "requesttime"),
+        *("requesttimestamp", "relativetimestamp", "sendtime", "sentat", "createdat", "created"),
+        *("datetime", "date"),
+    ),
+    "prompt_tokens": (
+        *("prompttokens", "inputtokens", "inputlength", "inputlen", "promptlength", "promptlen"),
+        *("numprefilltokens", "prefilltokens", "numprompttokens", "numinputtokens"),
+        *("prompttokenscount", "inputtokenscount", "prompttokencount", "inputtokencount"),
+        *("contexttokens", "requesttokens", "inputsequencelength", "isl", "inputtoks"),
+    ),
+    "output_tokens": (
+        *("outputtokens", "completiontokens", "outputlength", "outputlen", "completionlength"),
+        *("numdecodetokens", "decodetokens", "numoutputtokens", "numgeneratedtokens"),
+        *("outputtokenscount", "completiontokenscount", "outputtokencount"),
+        *("completiontokencount", "generatedtokens", "generationtokens", "responsetokens"),
+        *("responselength", "outputsequencelength", "osl", "outputtoks"),
+    ),
+    "session": ("sessionid", "session", "conversationid", "threadid", "chatid"),
+    "model": ("model", "modelname", "modelid"),
+    "prefix": ("hashids", "prefix", "prefixid", "prefixgroup", "blockhashes"),
+    "prefix_tokens": ("prefixtokens", "prefixlength", "prefixlen", "numprefixtokens"),
+    "block_tokens": ("blocksize", "blocktokens"),
+    "delay": ("delay",),
+    "prompt": (
+        *("conversations", "conversation", "messages", "payload", "textinput", "prompt", "text"),
+        *("question", "instruction", "query"),
+    ),
+    "answer": ("completion", "response", "answer", "output"),
+}
+"""What a column may hold -> its names, in small letters and digits alone, the likeliest first."""
+NEEDED: Final[Mapping[str, str]] = {
+    "timestamp": "arrival times",
+    "prompt_tokens": "prompt tokens",
+    "output_tokens": "output tokens",
+}
+"""What every row must have, unless its prompt is a text -> what that is called in an error."""
+_IN_MILLISECONDS: Final = frozenset({"textinput", "outputlength", "inputlength", "delay"})
+"""Names by which a row of prompts is AIPerf's, whose times are milliseconds."""
+_NAMES_LISTED_MAX: Final = 20
+_NAME_CHARACTERS_MAX: Final = 64
+_NOT_IN_A_NAME: Final = re.compile(r"[^a-z0-9]+")
+
+
+class Meaning(Struct, frozen=True, kw_only=True):
+    """What the columns of a trace are called."""
+
+    names: Mapping[str, str]
+    """What a column holds, a key of `ROLES` -> its name."""
+    time_unit: str
+    """Unit that the name of the time tells, a key of `moments.UNITS_S`; "": it tells none."""
+    usual_time_unit: str
+    """Unit of times of which nothing tells the unit."""
+    delay_unit: str
+
+
+def meaning_of(names: Sequence[str], told: Mapping[str, str]) -> Meaning:
+    """What `names` hold; `told` is what the user said, a key of `ROLES` -> a name.
+
+    Of `a.b.c` only the last part is looked at, and the part before it if that is `value`; of columns
+    with the same meaning the one with the fewest parts is taken. Raises `FieldError` if a name that was
+    told is not there.
+    """
+    for what, name in told.items():
+        if name not in names:
+            raise FieldError("", f"Expected a column {name!r} for {what}, found {listed(names)}")
+    found = dict(told)
+    units = {
+        what: unit_in(told[what])[1] if what in told else "" for what in ("timestamp", "delay")
+    }
+    for what, aliases in ROLES.items():
+        if what in told:
+            continue
+        known: dict[str, tuple[str, str]] = {}
+        for name in sorted(names, key=lambda name: name.count(".")):
+            bare, unit = unit_in(_leaf(name)) if what in units else (_leaf(name), "")
+            known.setdefault(_plain(bare), (name, unit))
+        alias = next((alias for alias in aliases if alias in known), None)
+        if alias is not None:
+            found[what], unit = known[alias]
+            units |= {what: unit} if what in units else {}
+    in_ms = "prompt" in found and not _IN_MILLISECONDS.isdisjoint(map(_plain, names))
+    return Meaning(
+        names=found,
+        time_unit=units["timestamp"],
+        usual_time_unit="ms" if in_ms else "s",
+        delay_unit=units["delay"],
+    )
+
+
+def check_meaning(meaning: Meaning, names: Sequence[str], *, times_needed: bool) -> None:
+    """Raise `FieldError` if `names` do not hold what a request needs."""
+    if "prompt" in meaning.names:
+        # Its tokens can be counted, and a list of prompts seldom has times.
+        return
+    for what, called in NEEDED.items():
+        if what in meaning.names or (what == "timestamp" and not times_needed):
+            continue
+        or_else = ""
+        if what == "timestamp":
+            or_else = ", or send the requests at a constant rate with --rate-per-s"
+        raise FieldError(
+            "",
+            f"Expected a column of {called}, found {listed(names)}: "
+            f"name it with --columns {what}=NAME{or_else}",
+        )
+
+
+def listed(names: Sequence[str]) -> str:
+    """The names for a sentence, cut where they are many or long."""
+    if not names:
+        return "none"
+    shown = [name[:_NAME_CHARACTERS_MAX] for name in names[:_NAMES_LISTED_MAX]]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def _plain(name: str) -> str:
+    return _NOT_IN_A_NAME.sub("", name.lower())
+
+
+def _leaf(name: str) -> str:
+    parts = name.split(".")
+    return parts[-2] if parts[-1] == "value" and len(parts) > 1 else parts[-1]

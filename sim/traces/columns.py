@@ -1,0 +1,250 @@
+"""Traces with a column for each fact: CSV, TSV, JSON Lines, JSON arrays and Parquet of other tools.
+
+What a column holds is told by `--columns` or by its name; `docs/own-trace.md` says which tools use which
+names. A prompt may be a text, messages or a request instead of a number of tokens.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct, structs
+
+from sim.traces.arrival import Arrival, FieldError
+from sim.traces.blocks import check_block_tokens, check_blocks
+from sim.traces.cells import Table, count, is_header
+from sim.traces.column_names import Meaning, check_meaning, meaning_of
+from sim.traces.moments import seconds_of
+from sim.traces.openai_requests import TOKEN_ESTIMATE, arrival_of_body
+from sim.traces.prompts import DEFAULT_MODEL
+from sim.traces.reading import MALFORMED, LineFormat, Parse, ReadOptions
+from sim.traces.texts import prompt_in, tokenizer_at, tokens_in
+from sim.traces.turns import Turns
+
+_BLOCK_TOKENS: Final = 512
+"""Of ids without a size, as in Mooncake's traces."""
+_DEPTH_MAX: Final = 4
+"""Objects inside objects that are looked into."""
+_SHAPES_MAX: Final = 256
+"""Sets of names whose meaning is remembered."""
+_PREFIXES_MAX: Final = 2**24
+"""Ids of prefixes: as many as the text of one token can tell apart."""
+_WHOLE_REQUEST: Final = "payload"
+"""A member that is a request and no group of columns."""
+_TAKES: Final = frozenset({"columns", "time_unit", "tokenizer"})
+_MEMBER: Final = re.compile(rb'"(\w{1,64})"\s*:')
+
+
+class _Row(Struct, frozen=True):
+    """A row, by what its columns hold."""
+
+    cells: Mapping[str, Any]
+    meaning: Meaning
+
+    def value(self, what: str) -> Any:
+        """None if there is no such column, or nothing in it."""
+        name = self.meaning.names.get(what)
+        told = None if name is None else self.cells.get(name)
+        return None if told == "" else told
+
+    def name(self, what: str) -> str:
+        return self.meaning.names.get(what, what)
+
+    def text(self, what: str) -> str:
+        value = self.value(what)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        return "" if value is None else str(value)
+
+    def count(self, what: str, lowest: int) -> int:
+        return count(self.cells, self.name(what), lowest)
+
+
+class RowParser:
+    """Rows of one trace to arrivals. A row is a mapping from the names of columns to values."""
+
+    def __init__(self, options: ReadOptions) -> None:
+        """Nothing is known of the columns before the first row. Raises what `tokenizer_at` raises."""
+        self._options = options
+        self._told = dict(options.columns)
+        self._shapes: dict[tuple[str, ...], Meaning] = {}
+        self._turns: Turns | None = None
+        self._prefixes: dict[str, int] = {}
+        self._tokenize = tokenizer_at(options.tokenizer)
+
+    def meaning(self, names: Sequence[str]) -> Meaning:
+        """What columns of these names hold. Raises `FieldError` unless that is all a request needs."""
+        shape = tuple(names)
+        known = self._shapes.get(shape)
+        if known is None:
+            known = meaning_of(shape, self._told)
+            # A later turn waits for an answer and has no time, though the first row had one.
+            later_turn = self._turns is not None and "session" in known.names
+            times_needed = self._options.rate_per_s is None and not later_turn
+            check_meaning(known, shape, times_needed=times_needed)
+            if len(self._shapes) >= _SHAPES_MAX:
+                self._shapes.clear()
+            self._shapes[shape] = known
+        return known
+
+    def arrival(self, index: int, cells: Mapping[str, Any]) -> Arrival | None:
+        """The request that a row tells of; None if it tells of none. Raises what `MALFORMED` holds."""
+        meaning = self.meaning(tuple(cells))
+        row = _Row(cells, meaning)
+        time_s = delay_s = None
+        if (told := row.value("timestamp")) is not None:
+            unit = self._options.time_unit or meaning.time_unit
+            time_s = seconds_of(told, row.name("timestamp"), unit, meaning.usual_time_unit)
+        if (told := row.value("delay")) is not None:
+            delay_s = seconds_of(told, row.name("delay"), meaning.delay_unit, "ms")
+        if self._turns is None:
+            self._turns = Turns(self._options, timed=time_s is not None)
+        has_text = row.value("prompt") or "prompt_tokens" not in meaning.names
+        asked = self._asked(index, row) if has_text else self._counted(index, row)
+        if asked is None:
+            return None
+        session = row.text("session")
+        moment = self._turns.next(index, time_s, session, delay_s, row.name("timestamp"))
+        return structs.replace(
+            asked,
+            time_s=moment.time_s,
+            session=session,
+            turn=moment.turn,
+            after=moment.after,
+            think_s=moment.think_s,
+        )
+
+    def _asked(self, index: int, row: _Row) -> Arrival | None:
+        """A request with its text, at time 0; None if it is a conversation without an answer."""
+        prompt = prompt_in(row.cells, row.name("prompt"), row.text("model"))
+        if prompt is None:
+            return None
+        asked = arrival_of_body(index, prompt.body, prompt.path, tokenize=self._tokenize)
+        answer = row.value("answer") if prompt.answer is None else prompt.answer
+        if row.value("output_tokens") is not None:
+            output_tokens = max(1, row.count("output_tokens", 0))
+        elif isinstance(answer, str):
+            output_tokens = tokens_in(answer, self._tokenize)
+        else:
+            output_tokens = asked.output_tokens
+        # A body must name a model; that the row names none is told as everywhere.
+        model = "" if asked.model == DEFAULT_MODEL else asked.model
+        return structs.replace(asked, output_tokens=output_tokens, model=model)
+
+    def _counted(self, index: int, row: _Row) -> Arrival:
+        """A request of which the row has the tokens, at time 0."""
+        prompt_tokens = row.count("prompt_tokens", 1)
+        asked = Arrival(
+            index=index,
+            time_s=0.0,
+            prompt_tokens=prompt_tokens,
+            output_tokens=max(1, row.count("output_tokens", 0)),
+            model=row.text("model"),
+        )
+        prefix = row.value("prefix")
+        if isinstance(prefix, list) and prefix:
+            size = self._options.block_tokens
+            if size is None and row.value("block_tokens") is not None:
+                size = row.count("block_tokens", 1)
+            size = size or _BLOCK_TOKENS
+            blocks = _ids(prefix, row.name("prefix"))
+            check_block_tokens(size)
+            check_blocks(blocks, prompt_tokens, size, row.name("prefix"))
+            return structs.replace(asked, blocks=blocks, block_tokens=size)
+        shared_tokens = self._prefix_tokens(row, prompt_tokens)
+        if not prefix or not shared_tokens:
+            return asked
+        known = self._prefixes.setdefault(row.text("prefix"), len(self._prefixes) + 1)
+        if known >= _PREFIXES_MAX:
+            expected = f"Expected fewer than {_PREFIXES_MAX:,} different prefixes"
+            raise FieldError(row.name("prefix"), expected)
+        return structs.replace(asked, blocks=(known,), lengths=(shared_tokens,))
+
+    def _prefix_tokens(self, row: _Row, prompt_tokens: int) -> int:
+        """How much of a prompt all prompts of its prefix share, if they are as long."""
+        if row.value("prefix_tokens") is not None:
+            return min(prompt_tokens, row.count("prefix_tokens", 0))
+        # By its name alone a column does not say that prompts share all that they can.
+        return prompt_tokens if "prefix" in self._told else 0
+
+
+def _ids(values: Sequence[Any], name: str) -> tuple[int, ...]:
+    ids = []
+    for value in values:
+        whole = value if type(value) is int else None
+        if isinstance(value, float) and value.is_integer():
+            whole = int(value)
+        if whole is None or whole < 0:
+            raise FieldError(name, f"Expected ids of blocks, got {value!r:.40}")
+        ids.append(whole)
+    return tuple(ids)
+
+
+def flat(row: Mapping[str, Any], depth: int = _DEPTH_MAX) -> Mapping[str, Any]:
+    """The row with the members of objects under `object.member`."""
+    if not any(isinstance(value, dict) for value in row.values()):
+        return row
+    flattened: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, dict) and depth and name != _WHOLE_REQUEST:
+            inner = flat(value, depth - 1)
+            flattened |= {f"{name}.{member}": told for member, told in inner.items()}
+        else:
+            flattened[name] = value
+    return flattened
+
+
+def _table(header: bytes, options: ReadOptions) -> Parse:
+    table = Table(header)
+    rows = RowParser(options)
+    rows.meaning(table.names)
+    return lambda index, line: rows.arrival(index, table.row(line))
+
+
+def _objects(first: bytes, options: ReadOptions) -> Parse:
+    decode = msgspec.json.Decoder(dict[str, Any]).decode
+    rows = RowParser(options)
+    return lambda index, line: rows.arrival(index, flat(decode(line)))
+
+
+def _is_object(line: bytes) -> bool:
+    return line.lstrip(b"\xef\xbb\xbf \t").startswith(b"{")
+
+
+def _has_prompt(line: bytes) -> bool:
+    """Whether it is an object with a prompt as text. Of a long line only the head is looked at."""
+    if not _is_object(line):
+        return False
+    try:
+        cells = flat(msgspec.json.decode(line, type=dict[str, Any]))
+    except MALFORMED:
+        names = [name.decode(errors="replace") for name in _MEMBER.findall(line)]
+        return "prompt" in meaning_of(names, {}).names
+    prompt = _Row(cells, meaning_of(tuple(cells), {})).value("prompt")
+    return isinstance(prompt, str | list | dict)
+
+
+TABLE: Final = LineFormat(
+    name="csv",
+    says="CSV or TSV with a header: columns for time, prompt tokens and output tokens",
+    recognises=is_header,
+    parser=_table,
+    takes=_TAKES,
+    has_header=True,
+)
+PROMPTS: Final = LineFormat(
+    name="prompts",
+    says="prompts as text or messages: ShareGPT, vLLM custom, AIPerf; JSON Lines, array or Parquet",
+    recognises=_has_prompt,
+    parser=_objects,
+    takes=_TAKES,
+    token_estimate=TOKEN_ESTIMATE,
+)
+OBJECTS: Final = LineFormat(
+    name="json",
+    says="JSON Lines, a JSON array or Parquet with such columns",
+    recognises=_is_object,
+    parser=_objects,
+    takes=_TAKES,
+)

@@ -1,0 +1,231 @@
+"""What a trace is stored in, read as lines: the parsers of formats see nothing but lines.
+
+The lines of a gzip file are read through it. A JSON array gives one line for each of its elements, a
+Parquet file one JSON object for each of its rows, the detailed result of a serving benchmark one
+object for each of its requests, and the folder of a live capture the requests of all its processes.
+What is stored in is told by the first bytes, never by the name of the file.
+"""
+
+import codecs
+import contextlib
+import gzip
+import io
+import itertools
+import json
+import re
+import stat
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import msgspec
+from msgspec import Struct
+
+from sim.traces.arrival import TraceError, field_error
+from sim.traces.captured import captured
+from sim.traces.line_stream import stream_of
+
+LINE_BYTES_MAX: Final = 64 * 1024 * 1024
+"""Length of a line, and of an element of a JSON array."""
+HEAD_BYTES: Final = 65_536
+_GZIP: Final = b"\x1f\x8b"
+_PARQUET: Final = b"PAR1"
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+_READ_BYTES: Final = 1024 * 1024
+_NOT_BLANK: Final = re.compile(r"[^ \t\r\n]")
+_ROWS: Final = 4096
+"""Rows of a Parquet file that are held at once."""
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """The lines of the file or folder `path`. Raises `TraceError` and `OSError`, also in the block."""
+    with contextlib.ExitStack() as files:
+        try:
+            yield _open(path, files)
+        except (EOFError, zlib.error, gzip.BadGzipFile):
+            raise TraceError(str(path), 0, "", "Expected a whole gzip file") from None
+
+
+def is_packed(path: Path) -> bool:
+    """Whether the file is a gzip file."""
+    return not path.is_dir() and _begins_with(path, _GZIP)
+
+
+def lines_in(path: Path) -> int:
+    """How many lines the trace has, including a last line without its end.
+
+    Raises `TraceError` and `OSError`.
+    """
+    lines, last = 0, b"\n"
+    with opened(path) as file:
+        while part := file.read(HEAD_BYTES):
+            lines += part.count(b"\n")
+            last = part[-1:]
+    return lines + (last != b"\n")
+
+
+def _open(path: Path, files: contextlib.ExitStack) -> BinaryIO:
+    if path.is_dir():
+        return files.enter_context(captured(path))
+    # A pipe is not even opened: that could wait for its writer.
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise TraceError(str(path), 0, "", "Expected a regular file: a trace is read several times")
+    if _begins_with(path, _PARQUET):
+        return stream_of(_rows(path))
+    raw: Any = files.enter_context(path.open("rb"))
+    if is_packed(path):
+        raw = files.enter_context(gzip.GzipFile(fileobj=raw))
+    file = files.enter_context(io.BufferedReader(raw, HEAD_BYTES))
+    beginning = file.peek(HEAD_BYTES).removeprefix(_BYTE_ORDER_MARK).lstrip()
+    if beginning.startswith(b"["):
+        return stream_of(_elements(file, path))
+    if beginning.startswith(b"{") and b'"input_lens"' in beginning:
+        return stream_of(_requests_of_results(file, path))
+    return file
+
+
+def _begins_with(path: Path, mark: bytes) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(mark)) == mark
+
+
+def _rows(path: Path) -> Iterator[bytes]:
+    """A line of JSON for each row of a Parquet file."""
+    # Importing it takes longer than reading most traces.
+    import pyarrow as pa  # noqa: PLC0415
+    import pyarrow.parquet as pq  # noqa: PLC0415
+
+    encode = msgspec.json.Encoder(enc_hook=_as_json).encode
+    try:
+        with pq.ParquetFile(path) as table:
+            for batch in table.iter_batches(batch_size=_ROWS):
+                for row in batch.to_pylist():
+                    yield encode(row) + b"\n"
+    except (pa.ArrowException, msgspec.ValidationError, TypeError, ValueError) as problem:
+        sentence = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
+        raise TraceError(
+            str(path), 0, "", f"Expected a whole Parquet file of plain columns: {sentence}"
+        ) from None
+
+
+def _as_json(value: Any) -> Any:
+    """What JSON has no type for: a value of NumPy or pandas as the plain one that it stands for."""
+    plain = getattr(value, "isoformat", None)
+    if plain is None:
+        raise TypeError(f"{type(value).__name__} is no number, text, time, list or object")
+    return plain()
+
+
+class _Text:
+    """The text of a file, of which the beginning is forgotten as it is read."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._decoded = codecs.getincrementaldecoder("utf-8-sig")().decode
+        self._text = ""
+        self._at = 0
+        # Numbers become floats: what matters is where a value ends.
+        self._decode = json.JSONDecoder(parse_int=float).raw_decode
+
+    def next_character(self) -> str:
+        """The next one that is not blank, which is not taken; "" at the end."""
+        while True:
+            found = _NOT_BLANK.search(self._text, self._at)
+            if found is not None:
+                self._at = found.start()
+                return found[0]
+            self._at = len(self._text)
+            if not self._more(_READ_BYTES):
+                return ""
+
+    def take(self) -> None:
+        """Go behind the next character."""
+        self._at += 1
+
+    def value(self) -> str:
+        """The JSON value that begins here, on one line. Raises `ValueError`."""
+        while True:
+            try:
+                _, end = self._decode(self._text, self._at)
+            except json.JSONDecodeError:
+                # It may go on: as much again is read, so that all trials cost twice the last.
+                held = len(self._text) - self._at
+                if held > LINE_BYTES_MAX or not self._more(max(_READ_BYTES, held)):
+                    raise
+            else:
+                value, self._at = self._text[self._at : end], end
+                return value.replace("\n", " ").replace("\r", " ")
+
+    def _more(self, size: int) -> bool:
+        read = self._file.read(size)
+        self._text = self._text[self._at :] + self._decoded(read, final=not read)
+        self._at = 0
+        return bool(read)
+
+
+def _elements(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    """A line for each element of a JSON array; the element under way is held."""
+    number = 0
+    try:
+        text = _Text(file)
+        text.next_character()
+        text.take()
+        follows = ","
+        while follows == "," and text.next_character() != "]":
+            number += 1
+            yield text.value().encode() + b"\n"
+            follows = text.next_character()
+            if follows == ",":
+                text.take()
+        well_formed = text.next_character() == "]"
+    except UnicodeDecodeError:
+        raise TraceError(str(path), number, "", "Expected UTF-8") from None
+    except RecursionError:
+        expected = "Expected JSON that is nested less deeply"
+        raise TraceError(str(path), number, "", expected) from None
+    except ValueError:
+        well_formed = False
+    if not well_formed:
+        expected = f"Expected a whole JSON array, and it is malformed at element {number}"
+        raise TraceError(str(path), number, "", expected)
+
+
+class _Results(Struct, kw_only=True):
+    """What `vllm bench serve --save-detailed` and SGLang's `bench_serving` write about requests."""
+
+    input_lens: list[int]
+    output_lens: list[int]
+    start_times: list[float] | None = None
+    errors: list[str] | None = None
+
+
+def _requests_of_results(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    """A line for each request of each result; a file has one result on a line."""
+    decode = msgspec.json.Decoder(_Results).decode
+    for number in itertools.count(1):
+        line = file.readline(LINE_BYTES_MAX)
+        if not line:
+            return
+        if not line.strip():
+            continue
+        try:
+            results = decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+            told = field_error(problem)
+            raise TraceError(str(path), number, told.field, told.expected) from None
+        requests = len(results.input_lens)
+        columns = (results.output_lens, results.start_times, results.errors)
+        if any(column and len(column) != requests for column in columns):
+            expected = "Expected input_lens, output_lens, start_times and errors of one length"
+            raise TraceError(str(path), number, "", expected)
+        for place, (prompt, output) in enumerate(
+            zip(results.input_lens, results.output_lens, strict=True)
+        ):
+            if results.errors and results.errors[place]:
+                continue
+            row: dict[str, float] = {"input_len": prompt, "output_len": output}
+            if results.start_times:
+                row["start_time"] = results.start_times[place]
+            yield msgspec.json.encode(row) + b"\n"

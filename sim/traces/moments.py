@@ -1,0 +1,69 @@
+"""Times as traces write them: numbers of several units, and dates."""
+
+import math
+import re
+from datetime import UTC, datetime
+from typing import Final
+
+from epp.core.types import Seconds
+from sim.traces.arrival import FieldError
+
+UNITS_S: Final = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+"""Unit -> its length in seconds."""
+_ABSOLUTE_FROM: Final = ((1e17, "ns"), (1e14, "us"), (1e11, "ms"))
+"""A Unix time of the years 1973 to 5138 is at least so much in this unit, and less in the next."""
+_UNIT_AT_THE_END: Final = re.compile(
+    r"(?:(?<=[^a-z])|(?<=^))(?:in )?(ns|us|ms|s|sec|seconds|milliseconds|microseconds|nanoseconds)"
+    r"[^a-z]*$"
+)
+_SPELT_OUT: Final = {
+    "sec": "s",
+    "seconds": "s",
+    "milliseconds": "ms",
+    "microseconds": "us",
+    "nanoseconds": "ns",
+}
+
+
+def unit_in(name: str) -> tuple[str, str]:
+    """(name of a column without its unit, that unit or ""): `start_ns` is ("start_", "ns")."""
+    found = _UNIT_AT_THE_END.search(name.lower())
+    if found is None or not found.start():
+        return name, ""
+    return name[: found.start()], _SPELT_OUT.get(found[1], found[1])
+
+
+def seconds_of(value: object, field: str, unit: str, usual: str) -> Seconds:
+    """The time that `value` of the column `field` means, in seconds; of a date, since 1970.
+
+    A text is a number, or a date and time as `instant_of` reads it. A number
+    counts `unit`s; if that is "", it counts `usual` units, unless it is so large that it can only be a
+    Unix time in a smaller unit. Raises `FieldError`.
+    """
+    if isinstance(value, str):
+        text = value.strip()
+        try:
+            number = float(text)
+        except ValueError:
+            return instant_of(text, field).timestamp()
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        number = float(value) if abs(value) < 2**80 else math.inf
+    else:
+        raise FieldError(field, f"Expected a time, got {type(value).__name__}")
+    if not 0 <= number < math.inf:
+        raise FieldError(field, f"Expected a time of at least 0, got {str(value)[:40]!r}")
+    if not unit:
+        unit = next((known for least, known in _ABSOLUTE_FROM if number >= least), usual)
+    return number * UNITS_S[unit]
+
+
+def instant_of(text: str, field: str) -> datetime:
+    """The moment that a date and time of ISO 8601 means, in UTC unless it says another zone.
+
+    Raises `FieldError`.
+    """
+    try:
+        instant = datetime.fromisoformat(text)
+    except ValueError:
+        raise FieldError(field, f"Expected a date and a time, got {text[:40]!r}") from None
+    return instant if instant.tzinfo is not None else instant.replace(tzinfo=UTC)

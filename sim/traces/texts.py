@@ -1,0 +1,151 @@
+"""The prompts of rows that have them as text: OpenAI bodies, and the tokens of texts.
+
+Tokens are counted by a local tokenizer if one is named; else there is one for every four bytes, as the
+picker counts them. A chat template is not applied: its few tokens a message are not counted.
+"""
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import xxhash
+from msgspec import Struct
+
+from epp.core.prompt.token_ids import packed
+from epp.core.types import BYTES_PER_TOKEN
+from sim.traces.arrival import FieldError, TraceError
+from sim.traces.prompts import COMPLETIONS_PATH, DEFAULT_MODEL
+
+CHAT_PATH: Final = "/v1/chat/completions"
+BLOCK_TOKENS: Final = 16
+"""Fine enough for the picker's blocks and for those of most engines."""
+_FILE: Final = "tokenizer.json"
+_ROLES: Final = {"human": "user", "user": "user", "system": "system", "gpt": "assistant"}
+"""ShareGPT's names of who speaks -> OpenAI's. Whoever else speaks is the assistant."""
+
+Tokenize = Callable[[str], Sequence[int]]
+
+
+class TextPrompt(Struct, frozen=True):
+    """A prompt that was found in a row."""
+
+    path: str
+    body: bytes
+    """An OpenAI request with it."""
+    answer: str | None = None
+    """The recorded answer, where there is one."""
+
+
+def tokenizer_at(place: str) -> Tokenize | None:
+    """Text -> ids by the `tokenizer.json` at or in `place`; None for "".
+
+    Raises `TraceError` if it cannot be used, and `OSError`.
+    """
+    if not place:
+        return None
+    path = Path(place)
+    path = path / _FILE if path.is_dir() else path
+    try:
+        from tokenizers import Tokenizer  # noqa: PLC0415  an extra, and slow to import
+    except ImportError:
+        expected = "Expected the package tokenizers: pip install 'homing-epp[sim,tokens]'"
+        raise TraceError(place, 0, "", expected) from None
+    text = path.read_text(encoding="utf-8")
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception:  # noqa: BLE001  the library raises no other type
+        raise TraceError(str(path), 0, "", "Expected a tokenizer.json") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+
+    def ids_of(prompt: str) -> Sequence[int]:
+        ids: Sequence[int] = tokenizer.encode(prompt, add_special_tokens=False).ids
+        return ids
+
+    return ids_of
+
+
+def blocks_of(ids: Sequence[int]) -> tuple[int, ...]:
+    """Chained hashes of the whole blocks of `BLOCK_TOKENS` ids."""
+    words = packed(ids)
+    size = BLOCK_TOKENS * 4
+    chain = array("Q")
+    before = 0
+    for at in range(0, len(words) - size + 1, size):
+        before = xxhash.xxh3_64_intdigest(words[at : at + size], before)
+        chain.append(before)
+    return tuple(chain)
+
+
+def tokens_in(text: str, tokenize: Tokenize | None) -> int:
+    """Tokens of an answer, at least 1."""
+    if tokenize is not None:
+        return max(1, len(tokenize(text)))
+    return max(1, len(text.encode(errors="replace")) // BYTES_PER_TOKEN)
+
+
+def text_in(body: bytes) -> str:
+    """All text that the prompt of an OpenAI body has, without a chat template; "" if it has none."""
+    request = msgspec.json.decode(body, type=dict[str, Any])
+    parts: list[str] = []
+    for name in ("system", "instructions", "prompt", "input", "messages"):
+        _collect(request.get(name), parts)
+    return "\n".join(parts)
+
+
+def _collect(value: Any, parts: list[str]) -> None:
+    if isinstance(value, str):
+        parts.append(value)
+    elif isinstance(value, list):
+        for one in value:
+            _collect(one, parts)
+    elif isinstance(value, dict):
+        for name in ("content", "text"):
+            _collect(value.get(name), parts)
+
+
+def prompt_in(row: Mapping[str, Any], name: str, model: str) -> TextPrompt | None:
+    """The prompt in the member `name` of `row`; None for a conversation without question or answer.
+
+    It is a text, messages as OpenAI or ShareGPT have them, or a whole request. Of a ShareGPT
+    conversation it is the first question, with what comes before it, as in the benchmarks of vLLM and
+    SGLang. Raises `FieldError`.
+    """
+    value = row.get(name)
+    model = model or DEFAULT_MODEL
+    if value == []:
+        return None
+    if isinstance(value, str):
+        return TextPrompt(COMPLETIONS_PATH, _encoded({"model": model, "prompt": value}))
+    if isinstance(value, dict):
+        return TextPrompt("", _encoded({"model": model, **value}))
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+        got = "none" if value is None else type(value).__name__
+        raise FieldError(name, f"Expected a text or messages, got {got}")
+    if any("from" in one for one in value):
+        return _shared_conversation(value, name, model)
+    body: dict[str, Any] = {"model": model, "messages": value}
+    if row.get("tools"):
+        body["tools"] = row["tools"]
+    return TextPrompt(CHAT_PATH, _encoded(body))
+
+
+def _shared_conversation(turns: list[Any], name: str, model: str) -> TextPrompt | None:
+    messages: list[dict[str, str]] = []
+    for turn in turns:
+        text, who = turn.get("value"), turn.get("from")
+        if not isinstance(text, str) or not isinstance(who, str):
+            raise FieldError(name, "Expected texts under `from` and `value`")
+        role = _ROLES.get(who, "assistant")
+        if role == "assistant" and any(one["role"] == "user" for one in messages):
+            body = _encoded({"model": model, "messages": messages})
+            return TextPrompt(CHAT_PATH, body, answer=text)
+        if role != "assistant":
+            messages.append({"role": role, "content": text})
+    return None
+
+
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    return msgspec.json.encode(body)

@@ -1,7 +1,9 @@
 """What every test may need: the shared measurements, one hypothesis profile, and who runs it."""
 
 import os
+import signal
 import sys
+from collections.abc import Iterator
 from importlib import invalidate_caches
 from pathlib import Path
 from typing import Any, Final
@@ -54,6 +56,19 @@ class Together(LoadScopeScheduling):
 def _group(path: Path) -> str:
     nearest = (part.as_posix() for part in (path, *path.parents))
     return next((TOGETHER[part] for part in nearest if part in TOGETHER), path.as_posix())
+
+
+@pytest.fixture(autouse=True)
+def _interrupts_as_before() -> Iterator[None]:
+    """Ctrl-C does after a test what it did before.
+
+    A command that was interrupted ignores it until its process ends, and so would all processes that
+    later tests start.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    if signal.getsignal(signal.SIGINT) is not before:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

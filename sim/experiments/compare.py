@@ -19,6 +19,7 @@ from sim.experiments.run_options import (
     conditions,
     named_policies,
     run_settings,
+    tell_warnings,
 )
 from sim.measurement.assumptions import assumptions_of
 from sim.measurement.intervals import Difference, compare_runs, estimated
@@ -78,6 +79,7 @@ def run(options: argparse.Namespace) -> int:
         for policy in policies
         for replicas in counts
     ]
+    tell_warnings(jobs[0])
     names = [
         policy.name
         if replicas is None or len(counts) == 1

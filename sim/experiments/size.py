@@ -35,6 +35,7 @@ from sim.experiments.run_options import (
     conditions,
     named_policies,
     run_settings,
+    tell_warnings,
 )
 from sim.experiments.scenario_file import PODS_MAX
 from sim.experiments.sizing import (
@@ -215,6 +216,7 @@ class _Task:
         demand = _demand(first, options.stretch)
         part = demand.sized_for.places
         generated = _is_generated(first, part, options.seeds)
+        tell_warnings(found[0][1])
         told = conditions(*(settings for _, settings in found))
         self.conditions = told | {
             "pods": f"1 to {options.pods_max}",

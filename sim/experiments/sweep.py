@@ -24,6 +24,7 @@ from sim.experiments.run_options import (
     conditions,
     named_policies,
     run_settings,
+    tell_warnings,
 )
 from sim.measurement.assumptions import assumptions_of
 from sim.measurement.intervals import estimated
@@ -66,6 +67,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"seeds {options.seed} to {options.seed + options.seeds - 1}", flush=True)
     folder = open_folder(options)
     base = run_settings(options, policies[0], options.seed)
+    tell_warnings(base)
     pace = pace_of(open_trace(Path(base.trace), base.read), base.requests_max)
     what_was_run = conditions(*(replace(base, policy=policy) for policy in policies))
     del what_was_run["speed"]

@@ -22,7 +22,13 @@ from sim.experiments.measured_runs import Half, MeasuredRuns
 from sim.experiments.power import PILOTS
 from sim.experiments.run import RunSettings
 from sim.experiments.run_journal import RunJournal, StoppedError
-from sim.experiments.run_options import POLICY_HELP, add_run_options, conditions, run_settings
+from sim.experiments.run_options import (
+    POLICY_HELP,
+    add_run_options,
+    conditions,
+    run_settings,
+    tell_warnings,
+)
 from sim.experiments.search import FINALISTS, RUNGS, Search, Trial, runs_expected
 from sim.experiments.space import Space
 from sim.experiments.tuning import GUARDS, LOADS, Guard, Objective, Tuning
@@ -196,6 +202,7 @@ class _Task:
             raise ClusterSettingsError(
                 f"{options.scenario} configures pickers, which would undo what is tried"
             )
+        tell_warnings(base)
         self.halves = _halves(base)
         self._conditions = conditions(base)
         # Found once: halves and their beginnings have the clock of the whole.

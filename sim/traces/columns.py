@@ -120,17 +120,24 @@ class RowParser:
         prompt = prompt_in(row.cells, row.name("prompt"), row.text("model"))
         if prompt is None:
             return None
-        asked = arrival_of_body(index, prompt.body, prompt.path, tokenize=self._tokenize)
         answer = row.value("answer") if prompt.answer is None else prompt.answer
+        output_tokens = None
         if row.value("output_tokens") is not None:
             output_tokens = max(1, row.count("output_tokens", 0))
         elif isinstance(answer, str):
             output_tokens = tokens_in(answer, self._tokenize)
-        else:
-            output_tokens = asked.output_tokens
+        body = dict(prompt.body)
+        if output_tokens is not None and prompt.path:
+            # As benchmarks do, so that a real engine generates as much as was recorded.
+            body |= {"max_tokens": output_tokens, "ignore_eos": True}
+        asked = arrival_of_body(
+            index, msgspec.json.encode(body), prompt.path, tokenize=self._tokenize
+        )
         # A body must name a model; that the row names none is told as everywhere.
         model = "" if asked.model == DEFAULT_MODEL else asked.model
-        return structs.replace(asked, output_tokens=output_tokens, model=model)
+        return structs.replace(
+            asked, output_tokens=output_tokens or asked.output_tokens, model=model
+        )
 
     def _counted(self, index: int, row: _Row) -> Arrival:
         """A request of which the row has the tokens, at time 0."""

@@ -32,7 +32,8 @@ class TextPrompt(Struct, frozen=True):
     """A prompt that was found in a row."""
 
     path: str
-    body: bytes
+    """"" if it is a whole request, which is sent as it is."""
+    body: Mapping[str, Any]
     """An OpenAI request with it."""
     answer: str | None = None
     """The recorded answer, where there is one."""
@@ -118,9 +119,9 @@ def prompt_in(row: Mapping[str, Any], name: str, model: str) -> TextPrompt | Non
     if value == []:
         return None
     if isinstance(value, str):
-        return TextPrompt(COMPLETIONS_PATH, _encoded({"model": model, "prompt": value}))
+        return TextPrompt(COMPLETIONS_PATH, {"model": model, "prompt": value})
     if isinstance(value, dict):
-        return TextPrompt("", _encoded({"model": model, **value}))
+        return TextPrompt("", {"model": model, **value})
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         got = "none" if value is None else type(value).__name__
         raise FieldError(name, f"Expected a text or messages, got {got}")
@@ -129,7 +130,7 @@ def prompt_in(row: Mapping[str, Any], name: str, model: str) -> TextPrompt | Non
     body: dict[str, Any] = {"model": model, "messages": value}
     if row.get("tools"):
         body["tools"] = row["tools"]
-    return TextPrompt(CHAT_PATH, _encoded(body))
+    return TextPrompt(CHAT_PATH, body)
 
 
 def _shared_conversation(turns: list[Any], name: str, model: str) -> TextPrompt | None:
@@ -140,12 +141,8 @@ def _shared_conversation(turns: list[Any], name: str, model: str) -> TextPrompt 
             raise FieldError(name, "Expected texts under `from` and `value`")
         role = _ROLES.get(who, "assistant")
         if role == "assistant" and any(one["role"] == "user" for one in messages):
-            body = _encoded({"model": model, "messages": messages})
+            body = {"model": model, "messages": messages}
             return TextPrompt(CHAT_PATH, body, answer=text)
         if role != "assistant":
             messages.append({"role": role, "content": text})
     return None
-
-
-def _encoded(body: Mapping[str, Any]) -> bytes:
-    return msgspec.json.encode(body)

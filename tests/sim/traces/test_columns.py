@@ -346,7 +346,9 @@ def test_sharegpt_gives_the_first_question_and_the_length_of_its_answer(trace_of
     assert first.blocks == same.blocks
     assert first.blocks[0] != other.blocks[0]
     assert 140 <= first.prompt_tokens <= 160
-    assert json.loads(first.body)["messages"] == [{"role": "user", "content": QUESTION}]
+    body = json.loads(first.body)
+    assert body["messages"] == [{"role": "user", "content": QUESTION}]
+    assert (body["max_tokens"], first.output_tokens_max) == (100, 100)
 
 
 def test_prompts_of_benchmarks_are_read(trace_of):
@@ -573,3 +575,20 @@ def test_lines_are_counted_of_what_a_file_stores(tmp_path):
     path = tmp_path / "result.json"
     path.write_text(json.dumps({"input_lens": [1, 2, 3], "output_lens": [1, 2, 3]}))
     assert lines_in(path) == 3
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["compare", "--config", "default", "--config", "round-robin", "--seeds", "1"],
+        ["sweep", "--rates", "2", "--config", "default", "--seeds", "1"],
+        ["size", "--slo", "ttft-p90=9", "--pods-max", "2", "--seeds", "3"],
+    ],
+)
+def test_commands_of_several_runs_warn_once(tmp_path, capsys, command):
+    """On stderr, whatever the number of runs."""
+    path = tmp_path / "plain.csv"
+    rows = [f"{at},{100 + at},{5 + at}" for at in range(30)]
+    path.write_text("\n".join(["timestamp,input_tokens,output_tokens", *rows]))
+    assert main([command[0], str(path), *command[1:], "--out", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().err.count("does not say what prompts share") == 1

@@ -238,7 +238,7 @@ def budget_used(name: str) -> float:
 
 def hit_rate_table() -> str:
     """What the proposal of RuvLLM expects, and both readings of it."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("stated: exact, partial, total %", "what we chose and vary", "as written", "repaired", "repaired: tokens"),
         ("---",) * 5,
     ]  # fmt: skip

@@ -96,17 +96,17 @@ def bars() -> str:
         )
     for row, pod in enumerate(PODS):
         y = top + apart * row + 18
-        x = float(left)
+        bar_x = float(left)
         parts.append(f'<text class="name" x="{left}" y="{y - 6}">{escape(pod.name)}</text>')
         for colour, tokens in zip(COLOURS, terms(pod, PROMPT_TOKENS, rule).values(), strict=True):
             width = tokens / PREFILL_TOKENS_PER_S * scale
             parts.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{high}" fill="{colour}"/>'
+                f'<rect x="{bar_x:.1f}" y="{y}" width="{width:.1f}" height="{high}" fill="{colour}"/>'
             )
-            x += width
+            bar_x += width
         total = added_s(pod, PROMPT_TOKENS, rule)
         chosen = ", chosen" if total == least else ""
-        parts.append(f'<text x="{x + 8:.1f}" y="{y + 17}">{total:.2f} s{chosen}</text>')
+        parts.append(f'<text x="{bar_x + 8:.1f}" y="{y + 17}">{total:.2f} s{chosen}</text>')
     return _svg(top + apart * len(PODS) + 10, "Seconds that a request adds at each pod", parts)
 
 
@@ -142,15 +142,17 @@ def lines() -> str:
         f'<text x="4" y="{top}">{most:.1f} s</text><text x="4" y="{bottom}">0 s</text>',
     ]
     for tokens in range(0, int(longest) + 1, 10_000):
-        x = place(tokens, 0).partition(",")[0]
-        parts.append(f'<text x="{x}" y="{bottom + 18}" text-anchor="middle">{tokens:,}</text>')
+        place_x = place(tokens, 0).partition(",")[0]
+        parts.append(
+            f'<text x="{place_x}" y="{bottom + 18}" text-anchor="middle">{tokens:,}</text>'
+        )
     for number, (name, line) in enumerate(drawn.items()):
-        x = left + 10 + 245 * number
+        name_x = left + 10 + 245 * number
         parts.append(
             f'<polyline stroke="{COLOURS[2 * number]}" '
             f'points="{place(0, line(0))} {place(longest, line(longest))}"/>'
-            f'<rect x="{x}" y="11" width="12" height="12" fill="{COLOURS[2 * number]}"/>'
-            f'<text x="{x + 18}" y="22">{escape(name)}</text>'
+            f'<rect x="{name_x}" y="11" width="12" height="12" fill="{COLOURS[2 * number]}"/>'
+            f'<text x="{name_x + 18}" y="22">{escape(name)}</text>'
         )
     for prompt, seconds in idle.items():
         worth = seconds * PREFILL_TOKENS_PER_S

@@ -20,7 +20,7 @@ from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.experiments.run import Run, RunSettings
 from sim.experiments.scenario_file import Scenario, scenario_in
-from sim.measurement.measures import Floats, Series
+from sim.measurement.measures import COLUMNS, Floats, Series
 from sim.reports.charts import COLOURS, FULL, LEFT, Axis, Points, line_chart
 
 FOLDER: Final = Path(__file__).parent
@@ -153,8 +153,13 @@ def _ran(trace: str, scenario: Scenario, config: str) -> Series:
 
 def _points(picture: Picture, series: Series) -> Points:
     windows: Floats = np.floor(series.arrived_s / WINDOW_S)
+    columns = {name: getattr(series, name) for name in COLUMNS}
+
+    def within(window: float) -> Series:
+        return Series(columns, windows == window)
+
     return [
-        (WINDOW_S * (float(window) + 0.5), picture.of_window(series.take(windows == window)))
+        (WINDOW_S * (float(window) + 0.5), picture.of_window(within(window)))
         for window in np.unique(windows)
     ]
 

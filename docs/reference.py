@@ -140,7 +140,7 @@ def main() -> int:
 
 def refreshed(page: str) -> str:
     """`page` with its generated parts as the code has them now."""
-    parts = {
+    parts: dict[str, Callable[[], str]] = {
         "cluster-rows": _cluster_rows,
         "filters": lambda: _plugins(FILTERS, what_it_reads),
         "scorers": lambda: _plugins(SCORERS, what_it_reads),
@@ -254,7 +254,7 @@ def _class(name: str) -> type[Any]:
 
 
 def _rows(kind: type[Any], fields: Sequence[Field]) -> Iterable[tuple[str, ...]]:
-    sentences = _sentences(kind)
+    sentences = _sentences(kind)  # type: ignore[arg-type]  # a class is hashable
     prose = _prose(kind)
     for field in fields:
         name = f"`{field.encode_name}`"

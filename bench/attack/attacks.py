@@ -501,9 +501,10 @@ async def _windows(target: Target) -> str:
         with contextlib.suppress(ConnectionError):
             await connection.flushed()
         await asyncio.sleep(0)
+    unanswered = ZERO_WINDOWS - len(connection.answered)
     await connection.close()
-    target.done = sent
-    return f"{ZERO_WINDOWS:,} streams, {sent:,} frames"
+    target.done = unanswered
+    return f"{unanswered:,} streams that got no answer, {sent:,} frames"
 
 
 async def _idle(target: Target) -> str:

@@ -2,9 +2,13 @@
 
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from sim.traces.arrival import FieldError
 from sim.traces.prompts import PICKER_BLOCK_TOKENS
+
+MOONCAKE_BLOCK_TOKENS: Final = 512
+"""Mooncake's traces have blocks of this size, and other traces that do not say theirs."""
 
 
 def check_ids(ids: Iterable[int], field: str) -> None:

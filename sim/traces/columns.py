@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from sim.traces.arrival import Arrival, FieldError
-from sim.traces.blocks import check_block_tokens, check_blocks
+from sim.traces.blocks import MOONCAKE_BLOCK_TOKENS, check_block_tokens, check_blocks
 from sim.traces.cells import Table, count, is_header
 from sim.traces.column_names import Meaning, check_meaning, meaning_of
 from sim.traces.moments import seconds_of
@@ -22,8 +22,6 @@ from sim.traces.reading import MALFORMED, LineFormat, Parse, ReadOptions
 from sim.traces.texts import prompt_in, tokenizer_at, tokens_in
 from sim.traces.turns import Turns
 
-_BLOCK_TOKENS: Final = 512
-"""Of ids without a size, as in Mooncake's traces."""
 _DEPTH_MAX: Final = 4
 """Objects inside objects that are looked into."""
 _SHAPES_MAX: Final = 256
@@ -154,7 +152,7 @@ class RowParser:
             size = self._options.block_tokens
             if size is None and row.value("block_tokens") is not None:
                 size = row.count("block_tokens", 1)
-            size = size or _BLOCK_TOKENS
+            size = size or MOONCAKE_BLOCK_TOKENS
             blocks = _ids(prefix, row.name("prefix"))
             check_block_tokens(size)
             check_blocks(blocks, prompt_tokens, size, row.name("prefix"))

@@ -15,12 +15,10 @@ from msgspec import Struct, field
 
 from epp.core.capture.lines import TokenCount
 from sim.traces.arrival import Arrival, FieldError
-from sim.traces.blocks import check_block_tokens
+from sim.traces.blocks import MOONCAKE_BLOCK_TOKENS, check_block_tokens
 from sim.traces.reading import LineFormat, Parse, ReadOptions
 
 HASHES: Final = "prefix_block_hashes"
-BLOCK_TOKENS_DEFAULT: Final = 512
-"""As in Mooncake's traces, where the row does not say."""
 _SIZES: Final = ("block_size", "block_size_tokens", "block_tokens")
 _HEX_DIGITS: Final = 16
 
@@ -53,7 +51,7 @@ def _parser(first: bytes, options: ReadOptions) -> Parse:
         if not row.reached_the_model:
             return None
         size, hashes = _hashes(row)
-        size = options.block_tokens or size or BLOCK_TOKENS_DEFAULT
+        size = options.block_tokens or size or MOONCAKE_BLOCK_TOKENS
         if size not in sizes:
             check_block_tokens(size)
             sizes[size] = None

@@ -10,9 +10,9 @@ from typing import BinaryIO
 import msgspec
 
 from sim.traces.arrival import Arrival
+from sim.traces.blocks import MOONCAKE_BLOCK_TOKENS
 from sim.traces.prompts import PromptHashes
 
-_BLOCK_TOKENS = 512
 _ID_MASK = 2**63 - 1
 """Other readers take ids for signed."""
 
@@ -29,7 +29,7 @@ class MooncakeWriter:
     def write(self, arrival: Arrival) -> None:
         """Append a request; the cut last block gets the id of its last token."""
         hashes = PromptHashes(arrival)
-        size, tokens = _BLOCK_TOKENS, arrival.prompt_tokens
+        size, tokens = MOONCAKE_BLOCK_TOKENS, arrival.prompt_tokens
         blocks = (hashes.chain(size, tokens) & _ID_MASK).tolist()
         if tokens % size:
             blocks.append(int(hashes.chain(tokens, tokens)[0]) & _ID_MASK)

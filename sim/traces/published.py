@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 
 from epp.core.capture.lines import BlockId, TokenCount, Tokens
 from sim.traces.arrival import Arrival
-from sim.traces.blocks import check_block_tokens, check_blocks
+from sim.traces.blocks import MOONCAKE_BLOCK_TOKENS, check_block_tokens, check_blocks
 from sim.traces.cells import Table, count
 from sim.traces.moments import UNITS_S, instant_of, seconds_of
 from sim.traces.reading import LineFormat, Parse, ReadOptions
@@ -35,9 +35,6 @@ class _MooncakeLine(Struct, gc=False):
     block_size: Tokens | None = None
 
 
-_MOONCAKE_BLOCK_TOKENS: Final = 512
-
-
 def _mooncake(first: bytes, options: ReadOptions) -> Parse:
     # Some tools write every number as a float, which is still a whole number.
     decode = msgspec.json.Decoder(_MooncakeLine, strict=False).decode
@@ -47,7 +44,7 @@ def _mooncake(first: bytes, options: ReadOptions) -> Parse:
     def parse(index: int, line: bytes) -> Arrival:
         nonlocal turns
         row = decode(line)
-        size = options.block_tokens or row.block_size or _MOONCAKE_BLOCK_TOKENS
+        size = options.block_tokens or row.block_size or MOONCAKE_BLOCK_TOKENS
         if size not in sizes:
             check_block_tokens(size)
             sizes.add(size)

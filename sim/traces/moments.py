@@ -13,7 +13,7 @@ UNITS_S: Final = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _ABSOLUTE_FROM: Final = ((1e17, "ns"), (1e14, "us"), (1e11, "ms"))
 """A Unix time of the years 1973 to 5138 is at least so much in this unit, and less in the next."""
 _UNIT_AT_THE_END: Final = re.compile(
-    r"(?:(?<=[^a-z])|(?<=^))(?:in )?(ns|us|ms|s|sec|seconds|milliseconds|microseconds|nanoseconds)"
+    r"(?<=[^a-z])(?:in )?(ns|us|ms|s|sec|seconds|milliseconds|microseconds|nanoseconds)"
     r"[^a-z]*$"
 )
 _SPELT_OUT: Final = {
@@ -28,7 +28,7 @@ _SPELT_OUT: Final = {
 def unit_in(name: str) -> tuple[str, str]:
     """(name of a column without its unit, that unit or ""): `start_ns` is ("start_", "ns")."""
     found = _UNIT_AT_THE_END.search(name.lower())
-    if found is None or not found.start():
+    if found is None:
         return name, ""
     return name[: found.start()], _SPELT_OUT.get(found[1], found[1])
 

@@ -4,16 +4,15 @@ Tokens are counted by a local tokenizer if one is named; else there is one for e
 picker counts them. A chat template is not applied: its few tokens a message are not counted.
 """
 
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import xxhash
 from msgspec import Struct
 
-from epp.core.prompt.token_ids import packed
+from epp.core.prompt.blocks import chained
+from epp.core.prompt.token_ids import ID_BYTES, packed
 from epp.core.types import BYTES_PER_TOKEN
 from sim.traces.arrival import FieldError, TraceError
 from sim.traces.prompts import COMPLETIONS_PATH, DEFAULT_MODEL
@@ -22,7 +21,7 @@ CHAT_PATH: Final = "/v1/chat/completions"
 BLOCK_TOKENS: Final = 16
 """Fine enough for the picker's blocks and for those of most engines."""
 _FILE: Final = "tokenizer.json"
-_ROLES: Final = {"human": "user", "user": "user", "system": "system", "gpt": "assistant"}
+_ROLES: Final = {"human": "user", "user": "user", "system": "system"}
 """ShareGPT's names of who speaks -> OpenAI's. Whoever else speaks is the assistant."""
 
 Tokenize = Callable[[str], Sequence[int]]
@@ -53,9 +52,9 @@ def tokenizer_at(place: str) -> Tokenize | None:
     except ImportError:
         expected = "Expected the package tokenizers: pip install 'homing-epp[sim,tokens]'"
         raise TraceError(place, 0, "", expected) from None
-    text = path.read_text(encoding="utf-8")
+    content = path.read_bytes()
     try:
-        tokenizer = Tokenizer.from_str(text)
+        tokenizer = Tokenizer.from_buffer(content)
     except Exception:  # noqa: BLE001  the library raises no other type
         raise TraceError(str(path), 0, "", "Expected a tokenizer.json") from None
     tokenizer.no_truncation()
@@ -70,14 +69,7 @@ def tokenizer_at(place: str) -> Tokenize | None:
 
 def blocks_of(ids: Sequence[int]) -> tuple[int, ...]:
     """Chained hashes of the whole blocks of `BLOCK_TOKENS` ids."""
-    words = packed(ids)
-    size = BLOCK_TOKENS * 4
-    chain = array("Q")
-    before = 0
-    for at in range(0, len(words) - size + 1, size):
-        before = xxhash.xxh3_64_intdigest(words[at : at + size], before)
-        chain.append(before)
-    return tuple(chain)
+    return tuple(chained(packed(ids), 0, BLOCK_TOKENS * ID_BYTES))
 
 
 def tokens_in(text: str, tokenize: Tokenize | None) -> int:

@@ -6,7 +6,6 @@ from typing import Any, Final
 
 from sim.traces.arrival import FieldError
 
-_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _DELIMITERS: Final = (",", "\t", ";", "|")
 _NAME_CHARACTERS_MAX: Final = 64
 _TOKENS_MAX: Final = 10_000_000
@@ -17,9 +16,8 @@ class Table:
 
     def __init__(self, header: bytes, needed: Sequence[str] = ()) -> None:
         """The delimiter is the one that the header has most. `FieldError` if a needed one is missing."""
-        text = header.removeprefix(_BYTE_ORDER_MARK)
-        self._delimiter = _delimiter(text)
-        self.names = [name.strip() for name in _cells(text, self._delimiter)]
+        self._delimiter = _delimiter(header)
+        self.names = [name.strip() for name in _cells(header, self._delimiter)]
         missing = [name for name in needed if name not in self.names]
         if missing:
             raise FieldError("", f"Expected columns {', '.join(needed)}, missing {missing[0]}")
@@ -34,11 +32,10 @@ class Table:
 
 def is_header(line: bytes) -> bool:
     """Whether a line could be the names of columns: several short texts that are no numbers."""
-    text = line.removeprefix(_BYTE_ORDER_MARK)
-    if text.lstrip().startswith((b"{", b"[")):
+    if line.lstrip().startswith((b"{", b"[")):
         return False
     try:
-        names = [name.strip() for name in _cells(text, _delimiter(text))]
+        names = [name.strip() for name in _cells(line, _delimiter(line))]
     except (FieldError, UnicodeDecodeError):
         return False
     return len(names) > 1 and all(map(_is_name, names))

@@ -214,7 +214,7 @@ def _objects(first: bytes, options: ReadOptions) -> Parse:
 
 
 def _is_object(line: bytes) -> bool:
-    return line.lstrip(b"\xef\xbb\xbf \t").startswith(b"{")
+    return line.lstrip().startswith(b"{")
 
 
 def _has_prompt(line: bytes) -> bool:

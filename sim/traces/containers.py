@@ -78,7 +78,9 @@ def _open(path: Path, files: contextlib.ExitStack) -> BinaryIO:
     if is_packed(path):
         raw = files.enter_context(gzip.GzipFile(fileobj=raw))
     file = files.enter_context(io.BufferedReader(raw, HEAD_BYTES))
-    beginning = file.peek(HEAD_BYTES).removeprefix(_BYTE_ORDER_MARK).lstrip()
+    if file.peek(HEAD_BYTES).startswith(_BYTE_ORDER_MARK):
+        file.read(len(_BYTE_ORDER_MARK))
+    beginning = file.peek(HEAD_BYTES).lstrip()
     if beginning.startswith(b"["):
         return stream_of(_elements(file, path))
     if beginning.startswith(b"{") and b'"input_lens"' in beginning:
@@ -123,7 +125,7 @@ class _Text:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._decoded = codecs.getincrementaldecoder("utf-8-sig")().decode
+        self._decoded = codecs.getincrementaldecoder("utf-8")().decode
         self._text = ""
         self._at = 0
         # Numbers become floats: what matters is where a value ends.

@@ -138,6 +138,9 @@ WRITERS = {
     "semicolon": lambda rows, path: path.write_text(_table(rows, ";")),
     "byte order mark": lambda rows, path: path.write_text("\ufeff" + _table(rows, ",")),
     "lines": lambda rows, path: path.write_text("\n".join(map(json.dumps, rows))),
+    "lines behind a mark": lambda rows, path: path.write_text(
+        "\ufeff" + "\n".join(map(json.dumps, rows))
+    ),
     "array": lambda rows, path: path.write_text(json.dumps(rows)),
     "indented array": lambda rows, path: path.write_text(json.dumps(rows, indent=2)),
     "packed": lambda rows, path: path.write_bytes(gzip.compress(json.dumps(rows).encode())),

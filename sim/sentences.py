@@ -20,6 +20,11 @@ def unread(file: object, problem: Exception, what: str) -> str:
     return f"{file}: expected {what}: {problem}"
 
 
+def warned(sentence: str) -> None:
+    """Tell on stderr what a command goes on in spite of."""
+    sys.stderr.write(f"sim: warning: {sentence}\n")
+
+
 def failed(sentence: str, *, code: int) -> int:
     """Tell what ends a command on stderr; `code` is the one that it exits with."""
     sys.stderr.write(f"sim: {sentence}\n")

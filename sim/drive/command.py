@@ -22,7 +22,7 @@ from sim.output import (
     progress_bar,
     write_whole,
 )
-from sim.sentences import failed, unread
+from sim.sentences import failed, unread, warned
 from sim.traces.arrival import Arrival
 from sim.traces.formats import open_trace
 from sim.traces.plausibility import warnings_of
@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
         timeout_s=options.timeout,
     )
     for warning in warnings_of(trace):
-        print(f"sim: warning: {warning}", file=sys.stderr)
+        warned(warning)
     if not options.unlisted_models:
         asked = models_asked(islice(iter(trace), options.requests), settings.models)
         try:
@@ -115,8 +115,7 @@ def run(options: argparse.Namespace) -> int:
         except NotServedError as unserved:
             return failed(str(unserved), code=1)
         except NotToldError as untold:
-            what = "The gateway did not tell which models it serves"
-            print(f"sim: warning: {what}: {untold}.", file=sys.stderr)
+            warned(f"The gateway did not tell which models it serves: {untold}.")
     folder = open_folder(options)
     measures, progress = DriveMeasures(), progress_bar("drive")
     told = _shown(progress, total, measures)

@@ -1,7 +1,6 @@
 """The flags that `sim replay`, `compare` and `sweep` share, and the runs that they describe."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -37,6 +36,7 @@ from sim.experiments.run import RunSettings, jitter_in_effect_s
 from sim.experiments.scenario_file import PODS_MAX, Scenario, scenario_in
 from sim.measurement.evidence import EVIDENCE, features_used
 from sim.measurement.measures import WARM_UP_FROM_S, WARM_UP_S_MAX, Targets
+from sim.sentences import warned
 from sim.traces.formats import open_trace
 from sim.traces.kept import kept_folder
 from sim.traces.plausibility import warnings_of
@@ -298,7 +298,7 @@ def _kv_event_conditions(told: KVEventSettings | None) -> dict[str, float]:
 def tell_warnings(settings: RunSettings) -> None:
     """Print what looks like a mistake in the trace on stderr. Raises as reading the trace does."""
     for warning in warnings_of(open_trace(Path(settings.trace), settings.read)):
-        print(f"sim: warning: {warning}", file=sys.stderr)
+        warned(warning)
 
 
 def _reading_conditions(read: ReadOptions) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from rich.table import Table
 from epp.core.capture.lines import Salt
 from sim.engine.profiles import DEFAULT_PROFILE, Profile, profile_named
 from sim.output import Printer
-from sim.sentences import sentence_of
+from sim.sentences import sentence_of, warned
 from sim.traces.arrival import Arrival
 from sim.traces.capture import CaptureWriter
 from sim.traces.formats import open_trace
@@ -179,7 +179,8 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
         _write_json(document)
         return 0
     _print(console, trace, pool, found)
-    _warn(warnings)
+    for warning in warnings:
+        warned(warning)
     return 0
 
 
@@ -242,7 +243,8 @@ def _convert(options: argparse.Namespace, console: Console) -> int:
             lines = _convert_capture(stream, writer, salt)
     warnings = warnings_of(trace)
     extra |= {"bad_lines": trace.bad_lines, "format": trace.format.name, "warnings": warnings}
-    _warn(warnings)
+    for warning in warnings:
+        warned(warning)
     _say_written(console, options, lines, extra)
     _say_problems(console, trace, quiet=options.json)
     return 0
@@ -331,11 +333,6 @@ def _say_written(
         _write_json({"schema": 1, "out": str(options.out), "requests": lines, **extra})
         return
     console.print(f"{lines:,} requests written to {options.out}", highlight=False, markup=False)
-
-
-def _warn(warnings: Iterable[str]) -> None:
-    for warning in warnings:
-        sys.stderr.write(f"sim: warning: {warning}\n")
 
 
 def _say_problems(console: Console, trace: Trace, *, quiet: bool) -> None:

@@ -1,4 +1,4 @@
-"""Whether a gateway serves the models that a trace asks for, before the first request is sent."""
+"""This module asks a gateway which models it serves, before a trace is driven through it."""
 
 from collections.abc import Iterable, Mapping
 from itertools import islice
@@ -14,7 +14,7 @@ from sim.traces.arrival import Arrival
 from sim.traces.prompts import model_of
 
 LOOKED_AT_MAX: Final = 1_000
-"""Requests of the beginning whose models are looked at."""
+"""The models of this many first requests are checked."""
 _TIMEOUT_S: Final = 10.0
 _ANSWER_BYTES_MAX: Final = 1024 * 1024
 _NAMES_TOLD_MAX: Final = 20
@@ -37,7 +37,7 @@ class _Models(Struct):
 
 
 def models_asked(arrivals: Iterable[Arrival], models: Mapping[str, str]) -> dict[str, str]:
-    """Model that will be asked for -> its name in the trace, of the first requests.
+    """Return the models that the first requests will ask for, each with its name in the trace.
 
     `models` maps names of the trace as `DriveSettings.models` does.
     """
@@ -49,7 +49,10 @@ def models_asked(arrivals: Iterable[Arrival], models: Mapping[str, str]) -> dict
 
 
 async def check_served(settings: DriveSettings, asked: Mapping[str, str]) -> None:
-    """Ask `/v1/models`. Raises `NotServedError` and `NotToldError`."""
+    """Ask the gateway for `/v1/models` and require that it serves each model in `asked`.
+
+    Raises `NotServedError` and `NotToldError`.
+    """
     served = await _served(settings)
     missing = [name for name in asked if name not in served]
     if missing:

@@ -296,13 +296,16 @@ def _kv_event_conditions(told: KVEventSettings | None) -> dict[str, float]:
 
 
 def tell_warnings(settings: RunSettings) -> None:
-    """Print what looks like a mistake in the trace on stderr. Raises as reading the trace does."""
+    """Print a warning on stderr for all that looks like a mistake in the trace.
+
+    Raises the errors that opening the trace raises.
+    """
     for warning in warnings_of(open_trace(Path(settings.trace), settings.read)):
         warned(warning)
 
 
 def _reading_conditions(read: ReadOptions) -> dict[str, Any]:
-    """What was told of the columns, units and tokens of the trace; empty if nothing was."""
+    """Return the flags about columns, units and tokens of the trace that were set, for reports."""
     told = {
         "columns": dict(read.columns),
         "time_unit": read.time_unit,

@@ -1,4 +1,4 @@
-"""Lines of CSV and TSV files as cells, and the whole numbers in cells."""
+"""This module cuts lines of CSV and TSV files into cells and reads the whole numbers in them."""
 
 import csv
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,13 @@ _TOKENS_MAX: Final = 10_000_000
 
 
 class Table:
-    """A file with a header, whose columns are found by name."""
+    """A table is a file with a header; its columns are found by name."""
 
     def __init__(self, header: bytes, needed: Sequence[str] = ()) -> None:
-        """The delimiter is the one that the header has most. `FieldError` if a needed one is missing."""
+        """Read the header, whose most frequent delimiter is that of the file.
+
+        Raises `FieldError` if a column in `needed` is missing.
+        """
         self._delimiter = _delimiter(header)
         self.names = [name.strip() for name in _cells(header, self._delimiter)]
         missing = [name for name in needed if name not in self.names]
@@ -23,7 +26,7 @@ class Table:
             raise FieldError("", f"Expected columns {', '.join(needed)}, missing {missing[0]}")
 
     def row(self, line: bytes) -> dict[str, str]:
-        """The cells by column; `FieldError` if there are too few or too many."""
+        """Return the cells of a line by column. Raises `FieldError` if there are too few or too many."""
         found = _cells(line, self._delimiter)
         if len(found) != len(self.names):
             raise FieldError("", f"Expected {len(self.names)} columns, got {len(found)}")
@@ -31,7 +34,7 @@ class Table:
 
 
 def is_header(line: bytes) -> bool:
-    """Whether a line could be the names of columns: several short texts that are no numbers."""
+    """Return whether a line could be a header: it has several short texts, and none is a number."""
     if line.lstrip().startswith((b"{", b"[")):
         return False
     try:
@@ -42,7 +45,10 @@ def is_header(line: bytes) -> bool:
 
 
 def count(row: Mapping[str, Any], name: str, lowest: int) -> int:
-    """The whole number in a column, also as `600.0` or as a text. Raises `FieldError`."""
+    """Return the whole number in a column, which may be written as `600.0` or as a text.
+
+    Raises `FieldError` if it is no whole number or is less than `lowest`.
+    """
     value = row.get(name)
     number = -1.0
     if isinstance(value, str | int | float) and not isinstance(value, bool):

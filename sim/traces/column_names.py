@@ -1,4 +1,4 @@
-"""What the columns of a trace hold, by their names or by what the user told."""
+"""This module finds out what the columns of a trace hold, by their names or by `--columns`."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -41,38 +41,41 @@ ROLES: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "answer": ("completion", "response", "answer", "output"),
 }
-"""What a column may hold -> its names, in small letters and digits alone, the likeliest first."""
+"""Each role of a column maps to the names it is known by, the likeliest first.
+
+Names are written in small letters and digits alone.
+"""
 NEEDED: Final[Mapping[str, str]] = {
     "timestamp": "arrival times",
     "prompt_tokens": "prompt tokens",
     "output_tokens": "output tokens",
 }
-"""What every row must have, unless its prompt is a text -> what that is called in an error."""
+"""Every row needs these roles, unless its prompt is a text; the values name them in errors."""
 _IN_MILLISECONDS: Final = frozenset({"textinput", "outputlength", "inputlength", "delay"})
-"""Names by which a row of prompts is AIPerf's, whose times are milliseconds."""
+"""A row of prompts with one of these names comes from AIPerf, whose times are milliseconds."""
 _NAMES_LISTED_MAX: Final = 20
 _NAME_CHARACTERS_MAX: Final = 64
 _NOT_IN_A_NAME: Final = re.compile(r"[^a-z0-9]+")
 
 
 class Meaning(Struct, frozen=True, kw_only=True):
-    """What the columns of a trace are called."""
+    """A meaning says which column of a trace has which role, and in which units its times are."""
 
     names: Mapping[str, str]
-    """What a column holds, a key of `ROLES` -> its name."""
+    """Each role that was found, a key of `ROLES`, maps to the name of its column."""
     time_unit: str
-    """Unit that the name of the time tells, a key of `moments.UNITS_S`; "": it tells none."""
+    """The unit that the name of the time has at its end, a key of `moments.UNITS_S`, or ""."""
     usual_time_unit: str
-    """Unit of times of which nothing tells the unit."""
+    """The unit of times if neither the user, their column nor their size tells it."""
     delay_unit: str
 
 
 def meaning_of(names: Sequence[str], told: Mapping[str, str]) -> Meaning:
-    """What `names` hold; `told` is what the user said, a key of `ROLES` -> a name.
+    """Find the role of each column in `names`; `told` maps roles to the names that the user gave.
 
-    Of `a.b.c` only the last part is looked at, and the part before it if that is `value`; of columns
-    with the same meaning the one with the fewest parts is taken. Raises `FieldError` if a name that was
-    told is not there.
+    A path such as `a.b.c` is known by its last part, or by the part before it if the last is `value`. If
+    several columns have one role, the one with the fewest parts is taken. Raises `FieldError` if a name
+    that the user gave is not in `names`.
     """
     for what, name in told.items():
         if name not in names:
@@ -120,7 +123,7 @@ def check_meaning(meaning: Meaning, names: Sequence[str], *, times_needed: bool)
 
 
 def listed(names: Sequence[str]) -> str:
-    """The names for a sentence, cut where they are many or long."""
+    """Join names for a sentence; many names and long names are cut."""
     if not names:
         return "none"
     shown = [name[:_NAME_CHARACTERS_MAX] for name in names[:_NAMES_LISTED_MAX]]

@@ -1,7 +1,7 @@
-"""Traces with a column for each fact: CSV, TSV, JSON Lines, JSON arrays and Parquet of other tools.
+"""These formats have a column for each fact: CSV, TSV, JSON Lines, JSON arrays and Parquet.
 
-What a column holds is told by `--columns` or by its name; `docs/own-trace.md` says which tools use which
-names. A prompt may be a text, messages or a request instead of a number of tokens.
+The role of a column follows from `--columns` or from its name; `docs/own-trace.md` says which tools use
+which names. A prompt may be a text, messages or a request instead of a number of tokens.
 """
 
 import re
@@ -23,25 +23,25 @@ from sim.traces.texts import prompt_in, tokenizer_at, tokens_in
 from sim.traces.turns import Turns
 
 _DEPTH_MAX: Final = 4
-"""Objects inside objects that are looked into."""
+"""Objects are looked into down to this depth."""
 _SHAPES_MAX: Final = 256
-"""Sets of names whose meaning is remembered."""
+"""The parser remembers the meaning of this many sets of names."""
 _PREFIXES_MAX: Final = 2**24
-"""Ids of prefixes: as many as the text of one token can tell apart."""
+"""A trace may have this many prefixes, because the text of one token tells no more ids apart."""
 _WHOLE_REQUEST: Final = "payload"
-"""A member that is a request and no group of columns."""
+"""This member is a whole request and not a group of columns."""
 _TAKES: Final = frozenset({"columns", "time_unit", "tokenizer"})
 _MEMBER: Final = re.compile(rb'"(\w{1,64})"\s*:')
 
 
 class _Row(Struct, frozen=True):
-    """A row, by what its columns hold."""
+    """A row gives the values of its cells by the roles of their columns."""
 
     cells: Mapping[str, Any]
     meaning: Meaning
 
     def value(self, what: str) -> Any:
-        """None if there is no such column, or nothing in it."""
+        """Return the value in the column of role `what`; None if there is no such column or value."""
         name = self.meaning.names.get(what)
         told = None if name is None else self.cells.get(name)
         return None if told == "" else told
@@ -60,10 +60,10 @@ class _Row(Struct, frozen=True):
 
 
 class RowParser:
-    """Rows of one trace to arrivals. A row is a mapping from the names of columns to values."""
+    """The parser makes arrivals of the rows of one trace; a row maps names of columns to values."""
 
     def __init__(self, options: ReadOptions) -> None:
-        """Nothing is known of the columns before the first row. Raises what `tokenizer_at` raises."""
+        """Load the tokenizer, if one is named. Raises what `tokenizer_at` raises."""
         self._options = options
         self._told = dict(options.columns)
         self._shapes: dict[tuple[str, ...], Meaning] = {}
@@ -72,7 +72,10 @@ class RowParser:
         self._tokenize = tokenizer_at(options.tokenizer)
 
     def meaning(self, names: Sequence[str]) -> Meaning:
-        """What columns of these names hold. Raises `FieldError` unless that is all a request needs."""
+        """Return the roles of columns with these names.
+
+        Raises `FieldError` if they lack what a request needs.
+        """
         shape = tuple(names)
         known = self._shapes.get(shape)
         if known is None:
@@ -87,7 +90,10 @@ class RowParser:
         return known
 
     def arrival(self, index: int, cells: Mapping[str, Any]) -> Arrival | None:
-        """The request that a row tells of; None if it tells of none. Raises what `MALFORMED` holds."""
+        """Return the request of a row, or None if the row has none.
+
+        Raises the exceptions in `MALFORMED`.
+        """
         meaning = self.meaning(tuple(cells))
         row = _Row(cells, meaning)
         time_s = delay_s = None
@@ -114,7 +120,7 @@ class RowParser:
         )
 
     def _asked(self, index: int, row: _Row) -> Arrival | None:
-        """A request with its text, at time 0; None if it is a conversation without an answer."""
+        """Make a request with its text, at time 0; None for a conversation without an answer."""
         prompt = prompt_in(row.cells, row.name("prompt"), row.text("model"))
         if prompt is None:
             return None
@@ -138,7 +144,7 @@ class RowParser:
         )
 
     def _counted(self, index: int, row: _Row) -> Arrival:
-        """A request of which the row has the tokens, at time 0."""
+        """Make a request from the numbers of tokens in a row, at time 0."""
         prompt_tokens = row.count("prompt_tokens", 1)
         asked = Arrival(
             index=index,
@@ -167,7 +173,7 @@ class RowParser:
         return structs.replace(asked, blocks=(known,), lengths=(shared_tokens,))
 
     def _prefix_tokens(self, row: _Row, prompt_tokens: int) -> int:
-        """How much of a prompt all prompts of its prefix share, if they are as long."""
+        """Return how many tokens a prompt shares at most with others of its prefix."""
         if row.value("prefix_tokens") is not None:
             return min(prompt_tokens, row.count("prefix_tokens", 0))
         # By its name alone a column does not say that prompts share all that they can.
@@ -187,7 +193,7 @@ def _ids(values: Sequence[Any], name: str) -> tuple[int, ...]:
 
 
 def flat(row: Mapping[str, Any], depth: int = _DEPTH_MAX) -> Mapping[str, Any]:
-    """The row with the members of objects under `object.member`."""
+    """Return the row with the members of its objects as `object.member`."""
     if not any(isinstance(value, dict) for value in row.values()):
         return row
     flattened: dict[str, Any] = {}
@@ -218,7 +224,7 @@ def _is_object(line: bytes) -> bool:
 
 
 def _has_prompt(line: bytes) -> bool:
-    """Whether it is an object with a prompt as text. Of a long line only the head is looked at."""
+    """Return whether a line is an object with a prompt as text; a long line is judged by its head."""
     if not _is_object(line):
         return False
     try:

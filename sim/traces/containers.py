@@ -1,9 +1,9 @@
-"""What a trace is stored in, read as lines: the parsers of formats see nothing but lines.
+"""This module reads every kind of file as lines, so that the parsers of formats see only lines.
 
-The lines of a gzip file are read through it. A JSON array gives one line for each of its elements, a
-Parquet file one JSON object for each of its rows, the detailed result of a serving benchmark one
-object for each of its requests, and the folder of a live capture the requests of all its processes.
-What is stored in is told by the first bytes, never by the name of the file.
+A gzip file is unpacked. A JSON array gives one line for each of its elements, a Parquet file one JSON
+object for each of its rows, the detailed result of a serving benchmark one object for each of its
+requests, and the folder of a live capture the requests of all its processes. The first bytes of a file
+tell its kind, never its name.
 """
 
 import codecs
@@ -27,7 +27,7 @@ from sim.traces.captured import captured
 from sim.traces.line_stream import stream_of
 
 LINE_BYTES_MAX: Final = 64 * 1024 * 1024
-"""Length of a line, and of an element of a JSON array."""
+"""A line, and an element of a JSON array, may have this length."""
 HEAD_BYTES: Final = 65_536
 _GZIP: Final = b"\x1f\x8b"
 _PARQUET: Final = b"PAR1"
@@ -35,12 +35,15 @@ _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _READ_BYTES: Final = 1024 * 1024
 _NOT_BLANK: Final = re.compile(r"[^ \t\r\n]")
 _ROWS: Final = 4096
-"""Rows of a Parquet file that are held at once."""
+"""This many rows of a Parquet file are held at once."""
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """The lines of the file or folder `path`. Raises `TraceError` and `OSError`, also in the block."""
+    """Open the file or folder `path` as lines.
+
+    Raises `TraceError` and `OSError`; reading in the block raises them too.
+    """
     with contextlib.ExitStack() as files:
         try:
             yield _open(path, files)
@@ -49,12 +52,12 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def is_packed(path: Path) -> bool:
-    """Whether the file is a gzip file."""
+    """Return whether the file is a gzip file."""
     return not path.is_dir() and _begins_with(path, _GZIP)
 
 
 def lines_in(path: Path) -> int:
-    """How many lines the trace has, including a last line without its end.
+    """Count the lines of the trace, including a last line without its end.
 
     Raises `TraceError` and `OSError`.
     """
@@ -94,7 +97,7 @@ def _begins_with(path: Path, mark: bytes) -> bool:
 
 
 def _rows(path: Path) -> Iterator[bytes]:
-    """A line of JSON for each row of a Parquet file."""
+    """Yield a line of JSON for each row of a Parquet file."""
     # Importing it takes longer than reading most traces.
     import pyarrow as pa  # noqa: PLC0415
     import pyarrow.parquet as pq  # noqa: PLC0415
@@ -113,7 +116,7 @@ def _rows(path: Path) -> Iterator[bytes]:
 
 
 def _as_json(value: Any) -> Any:
-    """What JSON has no type for: a value of NumPy or pandas as the plain one that it stands for."""
+    """Return a date as text, because JSON has no type for it. Raises `TypeError` for other values."""
     plain = getattr(value, "isoformat", None)
     if plain is None:
         raise TypeError(f"{type(value).__name__} is no number, text, time, list or object")
@@ -121,7 +124,7 @@ def _as_json(value: Any) -> Any:
 
 
 class _Text:
-    """The text of a file, of which the beginning is forgotten as it is read."""
+    """The text of a file is held from the place that was reached."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -132,7 +135,7 @@ class _Text:
         self._decode = json.JSONDecoder(parse_int=float).raw_decode
 
     def next_character(self) -> str:
-        """The next one that is not blank, which is not taken; "" at the end."""
+        """Return the next character that is not blank without taking it; "" at the end."""
         while True:
             found = _NOT_BLANK.search(self._text, self._at)
             if found is not None:
@@ -147,7 +150,7 @@ class _Text:
         self._at += 1
 
     def value(self) -> str:
-        """The JSON value that begins here, on one line. Raises `ValueError`."""
+        """Take the JSON value that begins here and return it on one line. Raises `ValueError`."""
         while True:
             try:
                 _, end = self._decode(self._text, self._at)
@@ -168,7 +171,7 @@ class _Text:
 
 
 def _elements(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    """A line for each element of a JSON array; the element under way is held."""
+    """Yield a line for each element of a JSON array; one element is held at a time."""
     number = 0
     try:
         text = _Text(file)
@@ -195,7 +198,7 @@ def _elements(file: BinaryIO, path: Path) -> Iterator[bytes]:
 
 
 class _Results(Struct, kw_only=True):
-    """What `vllm bench serve --save-detailed` and SGLang's `bench_serving` write about requests."""
+    """These members are written by `vllm bench serve --save-detailed` and SGLang's `bench_serving`."""
 
     input_lens: list[int]
     output_lens: list[int]
@@ -204,7 +207,7 @@ class _Results(Struct, kw_only=True):
 
 
 def _requests_of_results(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    """A line for each request of each result; a file has one result on a line."""
+    """Yield a line for each request of each result; a file has one result on a line."""
     decode = msgspec.json.Decoder(_Results).decode
     for number in itertools.count(1):
         line = file.readline(LINE_BYTES_MAX)

@@ -1,4 +1,4 @@
-"""Lines that a generator makes, read as a file is read."""
+"""This module lets lines that a generator makes be read like a file."""
 
 import io
 from collections.abc import Iterable, Iterator
@@ -15,6 +15,7 @@ class _Lines(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
+    # typeshed allows every writable buffer; `BufferedReader` gives a memoryview.
     def readinto(self, buffer: "memoryview") -> int:  # type: ignore[override]
         while not self._rest:
             line = next(self._lines, None)
@@ -28,5 +29,5 @@ class _Lines(io.RawIOBase):
 
 
 def stream_of(lines: Iterable[bytes]) -> BinaryIO:
-    """`lines` one after another, to be read once; reading raises what making the lines raises."""
+    """Return a file that gives `lines` once; reading it raises what the generator raises."""
     return io.BufferedReader(_Lines(iter(lines)), _BUFFER_BYTES)

@@ -1,4 +1,4 @@
-"""Times as traces write them: numbers of several units, and dates."""
+"""This module reads times as traces write them: numbers in several units, and dates."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from epp.core.types import Seconds
 from sim.traces.arrival import FieldError
 
 UNITS_S: Final = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-"""Unit -> its length in seconds."""
+"""Each unit maps to its length in seconds."""
 _ABSOLUTE_FROM: Final = ((1e17, "ns"), (1e14, "us"), (1e11, "ms"))
 """A Unix time of the years 1973 to 5138 is at least so much in this unit, and less in the next."""
 _UNIT_AT_THE_END: Final = re.compile(
@@ -26,7 +26,7 @@ _SPELT_OUT: Final = {
 
 
 def unit_in(name: str) -> tuple[str, str]:
-    """(name of a column without its unit, that unit or ""): `start_ns` is ("start_", "ns")."""
+    """Cut the unit off the name of a column: `start_ns` gives ("start_", "ns"), `start` ("start", "")."""
     found = _UNIT_AT_THE_END.search(name.lower())
     if found is None:
         return name, ""
@@ -34,11 +34,11 @@ def unit_in(name: str) -> tuple[str, str]:
 
 
 def seconds_of(value: object, field: str, unit: str, usual: str) -> Seconds:
-    """The time that `value` of the column `field` means, in seconds; of a date, since 1970.
+    """Return the time in the column `field` in seconds; a date counts from 1970.
 
-    A text is a number, or a date and time as `instant_of` reads it. A number
-    counts `unit`s; if that is "", it counts `usual` units, unless it is so large that it can only be a
-    Unix time in a smaller unit. Raises `FieldError`.
+    A text is read as a number, else as a date and time by `instant_of`. A number counts `unit`s. If
+    `unit` is "", it counts `usual` units, unless it is so large that it can only be a Unix time in a
+    smaller unit. Raises `FieldError`.
     """
     if isinstance(value, str):
         text = value.strip()
@@ -58,7 +58,7 @@ def seconds_of(value: object, field: str, unit: str, usual: str) -> Seconds:
 
 
 def instant_of(text: str, field: str) -> datetime:
-    """The moment that a date and time of ISO 8601 means, in UTC unless it says another zone.
+    """Read a date and time of ISO 8601, which is in UTC unless it says another zone.
 
     Raises `FieldError`.
     """

@@ -1,6 +1,6 @@
-"""What in a trace is legal and yet looks like a mistake: a wrong unit, a wrong column, no sharing.
+"""This module warns of data that are legal and look like a mistake, such as a wrong unit or column.
 
-Nothing here changes what is read. The beginning of the trace is looked at, in the order of its lines.
+It looks at the beginning of a trace, in the order of its lines, and changes nothing that is read.
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ from sim.traces.arrival import Arrival, TraceError
 from sim.traces.reading import LineFormat, Trace
 
 LOOKED_AT_MAX: Final = 1_000
-"""Requests of the beginning."""
+"""This many first requests are looked at."""
 _REQUESTS_MIN: Final = 10
-"""Of fewer nothing is said that needs many."""
+"""Rates and constant columns are not judged by fewer requests."""
 _GAP_S_MIN: Final = 0.002
-"""Traces that are known have at most some hundred requests a second. Seconds that are taken for
-milliseconds have a thousand times the rate."""
+"""Known traces have at most some hundred requests a second; seconds that are read as milliseconds
+have a thousand times their rate."""
 _GAP_S_MAX: Final = 60.0
-"""Nobody replays one request a minute. Milliseconds that are taken for seconds give less."""
+"""Nobody replays one request a minute; milliseconds that are read as seconds give less."""
 
 
 def warnings_of(trace: Trace) -> list[str]:
-    """Sentences for the user; none for a generated workload. Raises `OSError`.
+    """Return a sentence for each suspicion; a generated workload has none. Raises `OSError`.
 
     A trace that cannot be read has no warnings: reading it tells why.
     """
@@ -76,7 +76,7 @@ def _about_times(trace: Trace, arrivals: Sequence[Arrival]) -> list[str]:
 
 
 def _changes(trace: Trace, told_s: Sequence[Seconds], **options: Any) -> bool:
-    """Whether other options give other times: then the trace has none, or not in that unit."""
+    """Return whether other options give other times, because the trace has none or another unit."""
     read = msgspec.structs.replace(trace.options, **options)
     others = Trace(trace.path, trace.format, read).as_written()
     others_s = [one.time_s for one in islice(others, LOOKED_AT_MAX) if one.after is None]
@@ -84,7 +84,7 @@ def _changes(trace: Trace, told_s: Sequence[Seconds], **options: Any) -> bool:
 
 
 def _mean_gap_s(told_s: Sequence[Seconds]) -> Seconds | None:
-    """None where nothing can be said of a few requests, or of some that all arrive at once."""
+    """Return the mean gap; None for few requests and for requests that all arrive at once."""
     if len(told_s) < _REQUESTS_MIN:
         return None
     span_s = max(told_s) - min(told_s)

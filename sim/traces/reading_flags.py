@@ -1,4 +1,4 @@
-"""The flags that say how a trace is to be read, the same for every command that reads one."""
+"""This module has the flags that say how to read a trace; all commands that read one share them."""
 
 import argparse
 from typing import Final
@@ -34,7 +34,7 @@ def add_reading_flags(parser: argparse.ArgumentParser, *format_flags: str) -> No
 
 
 def read_options(options: argparse.Namespace, seed: int = 1, kept_in: str = "") -> ReadOptions:
-    """What the flags of `add_reading_flags` were given, as the readers want it."""
+    """Return the values of the flags that `add_reading_flags` added."""
     return ReadOptions(
         format=options.trace_format,
         block_tokens=options.block_tokens,

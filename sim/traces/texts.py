@@ -1,4 +1,4 @@
-"""The prompts of rows that have them as text: OpenAI bodies, and the tokens of texts.
+"""This module makes OpenAI bodies of prompts given as text, and counts the tokens of texts.
 
 Tokens are counted by a local tokenizer if one is named; else there is one for every four bytes, as the
 picker counts them. A chat template is not applied: its few tokens a message are not counted.
@@ -19,10 +19,10 @@ from sim.traces.prompts import COMPLETIONS_PATH, DEFAULT_MODEL
 
 CHAT_PATH: Final = "/v1/chat/completions"
 BLOCK_TOKENS: Final = 16
-"""Fine enough for the picker's blocks and for those of most engines."""
+"""This size divides the blocks of the picker and of most engines."""
 _FILE: Final = "tokenizer.json"
 _ROLES: Final = {"human": "user", "user": "user", "system": "system"}
-"""ShareGPT's names of who speaks -> OpenAI's. Whoever else speaks is the assistant."""
+"""ShareGPT's speakers map to OpenAI's roles; every other speaker is the assistant."""
 
 Tokenize = Callable[[str], Sequence[int]]
 
@@ -39,7 +39,7 @@ class TextPrompt(Struct, frozen=True):
 
 
 def tokenizer_at(place: str) -> Tokenize | None:
-    """Text -> ids by the `tokenizer.json` at or in `place`; None for "".
+    """Return a function from text to ids by the `tokenizer.json` at or in `place`; None for "".
 
     Raises `TraceError` if it cannot be used, and `OSError`.
     """
@@ -68,19 +68,19 @@ def tokenizer_at(place: str) -> Tokenize | None:
 
 
 def blocks_of(ids: Sequence[int]) -> tuple[int, ...]:
-    """Chained hashes of the whole blocks of `BLOCK_TOKENS` ids."""
+    """Return the chained hashes of the whole blocks of `BLOCK_TOKENS` ids."""
     return tuple(chained(packed(ids), 0, BLOCK_TOKENS * ID_BYTES))
 
 
 def tokens_in(text: str, tokenize: Tokenize | None) -> int:
-    """Tokens of an answer, at least 1."""
+    """Count the tokens of an answer; the least is 1."""
     if tokenize is not None:
         return max(1, len(tokenize(text)))
     return max(1, len(text.encode(errors="replace")) // BYTES_PER_TOKEN)
 
 
 def text_in(body: bytes) -> str:
-    """All text that the prompt of an OpenAI body has, without a chat template; "" if it has none."""
+    """Join all text in the prompt of an OpenAI body, without a chat template; "" if it has none."""
     request = msgspec.json.decode(body, type=dict[str, Any])
     parts: list[str] = []
     for name in ("system", "instructions", "prompt", "input", "messages"):
@@ -100,11 +100,11 @@ def _collect(value: Any, parts: list[str]) -> None:
 
 
 def prompt_in(row: Mapping[str, Any], name: str, model: str) -> TextPrompt | None:
-    """The prompt in the member `name` of `row`; None for a conversation without question or answer.
+    """Read the prompt in the member `name` of `row`; None if a conversation has no question or answer.
 
-    It is a text, messages as OpenAI or ShareGPT have them, or a whole request. Of a ShareGPT
-    conversation it is the first question, with what comes before it, as in the benchmarks of vLLM and
-    SGLang. Raises `FieldError`.
+    The member is a text, messages as OpenAI or ShareGPT write them, or a whole request. The prompt of a
+    ShareGPT conversation is its first question with what comes before it, as in the benchmarks of vLLM
+    and SGLang. Raises `FieldError`.
     """
     value = row.get(name)
     model = model or DEFAULT_MODEL

@@ -1,4 +1,4 @@
-"""When the requests of a trace arrive that tells the times of some of them only.
+"""This module places the requests of traces that tell the times of only some of them.
 
 A turn of a session that has a delay waits for the answer before it and then for the delay. So does,
 without a delay, a turn that has no time. A trace without any times is sent at a constant rate.
@@ -14,11 +14,11 @@ from sim.traces.arrival import FieldError
 from sim.traces.reading import ReadOptions
 
 SESSIONS_MAX: Final = 1_000_000
-"""Sessions whose latest turn is remembered."""
+"""The latest turns of this many sessions are remembered."""
 
 
 class Moment(Struct, frozen=True):
-    """When a request arrives, as the members of `Arrival` with these names."""
+    """A moment says when a request arrives; its members are those of `Arrival` with these names."""
 
     time_s: Seconds
     after: int | None = None
@@ -27,21 +27,21 @@ class Moment(Struct, frozen=True):
 
 
 class Turns:
-    """The moments of the requests of one trace, in the order of its lines."""
+    """This class gives the moments of the requests of one trace, in the order of its lines."""
 
     def __init__(self, options: ReadOptions, *, timed: bool) -> None:
         """`timed`: the trace has times; a first turn without one is malformed then."""
         self._options = options
         self._timed = timed
         self._begun = 0
-        """Requests that got their time by the rate."""
+        """This many requests got their time by the rate."""
         self._latest: OrderedDict[str, tuple[int, Moment]] = OrderedDict()
-        """Session -> index and moment of its latest turn."""
+        """Each session maps to the index and the moment of its latest turn."""
 
     def next(
         self, index: int, time_s: Seconds | None, session: str, delay_s: Seconds | None, field: str
     ) -> Moment:
-        """The moment of request `index` of `session`; "": of no session.
+        """Return the moment of request `index` of `session`, which is "" for a request without one.
 
         `field` is the name of the time in the trace. Raises `FieldError` if the time is missing.
         """

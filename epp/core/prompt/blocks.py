@@ -8,7 +8,7 @@ Only full blocks count: a growing conversation keeps all its blocks (design D4).
 import sys
 from array import array
 from collections import OrderedDict
-from struct import iter_unpack
+from struct import Struct, iter_unpack
 from typing import Final
 
 import xxhash
@@ -26,14 +26,16 @@ SEGMENTS_MAX: Final = 8_192
 """Segments whose hashes are kept: of 128 MB of prompts, in about 7 MB."""
 
 
+_LENGTH: Final = Struct("<Q").pack
+
+
 def chain_seed(api: str, model: str, cache_salt: str) -> int:
     """The seed under which the first block is hashed: 64 bits."""
-    digest = xxhash.xxh64()
+    parts: list[bytes] = []
     for part in (api, model, cache_salt):
         encoded = part.encode("utf-8", "surrogatepass")
-        digest.update(len(encoded).to_bytes(8, "little"))
-        digest.update(encoded)
-    return digest.intdigest()
+        parts += (_LENGTH(len(encoded)), encoded)
+    return xxhash.xxh64_intdigest(b"".join(parts))
 
 
 def hash_blocks(
@@ -77,9 +79,9 @@ class KnownSegments:
 
     def hash_blocks(self, prompt: bytes, *, seed: int, block_bytes: int, blocks_max: int) -> bytes:
         """As the function of this name."""
+        if len(prompt) < SEGMENTED_BYTES_MIN:
+            return hash_blocks(prompt, seed=seed, block_bytes=block_bytes, blocks_max=blocks_max)
         blocks = min(len(prompt) // block_bytes, blocks_max)
-        if blocks * block_bytes < SEGMENTED_BYTES_MIN:
-            return hash_blocks(prompt, seed=seed, block_bytes=block_bytes, blocks_max=blocks)
         segment_blocks = max(1, SEGMENT_BYTES // block_bytes)
         segment_bytes = segment_blocks * block_bytes
         segments = blocks // segment_blocks

@@ -128,10 +128,7 @@ def chat_prompt(
     """
     fields = _open(preamble, system)
     admit_fields(fields, messages)
-    messages.reverse()
-    while messages:
-        # Once it is written its text is not needed: at the join only one other copy is there.
-        write_message(fields, messages.pop())
+    write_messages(fields, messages)
     return b"".join(fields)
 
 
@@ -200,24 +197,27 @@ def _is_billing(block: Any) -> bool:
     return isinstance(text, str) and text.startswith(_BILLING)
 
 
-def write_message(fields: list[bytes], message: Message) -> None:
-    """Append the fields of one message."""
-    content = message.content
-    more = _has_more(message)
-    if isinstance(content, str) and not more:
-        # Nearly every message: in one step, because a long conversation has hundreds.
-        fields += (message.role.encode(), ROLE, content.encode(), TEXT, MESSAGE)
-        return
+def write_messages(fields: list[bytes], messages: list[Message]) -> None:
+    """Append the fields of each message, in order; `messages` is empty afterwards."""
+    messages.reverse()
+    while messages:
+        # A message that is written is dropped, so that the join finds only one other copy of its text.
+        message = messages.pop()
+        content = message.content
+        if isinstance(content, str) and message == Message(message.role, content):
+            # Nearly every message is a text alone. It takes no call, because a conversation has hundreds.
+            fields += (message.role.encode(), ROLE, content.encode(), TEXT, MESSAGE)
+        else:
+            _write_message(fields, message)
+
+
+def _write_message(fields: list[bytes], message: Message) -> None:
     fields += (message.role.encode(), ROLE)
-    if not more:
-        write_content(fields, content)
-        fields.append(MESSAGE)
-        return
     _write_value(fields, b"name", message.name)
     _write_value(fields, b"tool_call_id", message.tool_call_id)
     _write_value(fields, b"reasoning", message.reasoning)
     _write_value(fields, b"reasoning_content", message.reasoning_content)
-    write_content(fields, content)
+    write_content(fields, message.content)
     _write_value(fields, b"refusal", message.refusal)
     if message.audio is not None:
         _write_media(fields, b"audio", message.audio)
@@ -235,20 +235,6 @@ def _write_function(fields: list[bytes], call: Item, function: Any, call_id: Any
         _write_call(fields, call_id, name, function.get("arguments"))
     else:
         _write_json(fields, call)
-
-
-def _has_more(message: Message) -> bool:
-    """Whether anything but role and content is there."""
-    return not (
-        message.name is None
-        and message.tool_call_id is None
-        and message.reasoning is None
-        and message.reasoning_content is None
-        and message.refusal is None
-        and message.audio is None
-        and message.tool_calls is None
-        and message.function_call is None
-    )
 
 
 def write_item(fields: list[bytes], item: Item) -> None:

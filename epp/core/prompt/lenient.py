@@ -27,7 +27,7 @@ from epp.core.prompt.canonical import (
     text_prompt,
     write_content,
     write_item,
-    write_message,
+    write_messages,
 )
 from epp.core.types import ApiKind
 
@@ -159,7 +159,7 @@ def _write_messages(fields: list[bytes], messages: Any) -> None:
     admit_fields(fields, listed, FIELDS_EACH)
     for message in listed:
         try:
-            write_message(fields, msgspec.convert(message, Message))
+            write_messages(fields, [msgspec.convert(message, Message)])
         except msgspec.ValidationError:
             _write_unknown_message(fields, message)
 

@@ -44,9 +44,9 @@ def admit(body: bytes) -> None:
     What is valid JSON is counted as such, and so is the valid part of what is not: no decoder gets
     further. A body of no more bytes than `PIECES_MAX` is not looked at.
     """
-    pieces_max = max(PIECES_MAX, len(body) // BYTES_PER_PIECE)
-    if len(body) <= pieces_max:
+    if len(body) <= PIECES_MAX:
         return
+    pieces_max = max(PIECES_MAX, len(body) // BYTES_PER_PIECE)
     symbols = np.frombuffer(body, np.uint8)
     many = _has_more_pieces(symbols, pieces_max)
     long = _may_have_long_number(symbols)

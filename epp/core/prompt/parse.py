@@ -478,6 +478,8 @@ _COUNT: Final = re.compile(rb"-?0|[1-9][0-9]{0,17}")
 
 
 def _limit(output_tokens_max: Raw) -> int | None:
+    if output_tokens_max is NO_JSON:
+        return None
     count = _COUNT.fullmatch(output_tokens_max)
     return int(count[0]) if count else None
 

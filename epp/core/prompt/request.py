@@ -66,13 +66,11 @@ class InferenceRequest(Struct, frozen=True, kw_only=True):
         if known is None:
             seed = chain_seed(self.api, self.model, self.cache_salt)
             hashed = hash_blocks if self.segments is None else self.segments.hash_blocks
-            known = tuple(
-                hashed(prompt, seed=seed, block_bytes=block_bytes, blocks_max=blocks_max)
-                if len(prompt) >= block_bytes
-                else b""
-                for prompt in self.prompts
-            )
-            self.chains[block_bytes] = known
+            chains: list[bytes] = []
+            for prompt in self.prompts:
+                chain = hashed(prompt, seed=seed, block_bytes=block_bytes, blocks_max=blocks_max)
+                chains.append(chain)
+            known = self.chains[block_bytes] = tuple(chains)
         return known
 
     def token_chains_of(

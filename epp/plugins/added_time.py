@@ -8,7 +8,7 @@ tokens of prefill, so that of the speed of an endpoint nothing must be known but
 
 import math
 from collections.abc import Mapping
-from math import isnan
+from functools import cached_property
 from typing import Annotated, ClassVar, Final
 
 import numpy as np
@@ -20,6 +20,7 @@ from epp.plugins.contract import (
     Bools,
     Candidates,
     Duration,
+    EngineLoad,
     Floats,
     InferenceRequest,
     Parameters,
@@ -50,7 +51,7 @@ _ATTENTION: Final = np.array(-0.5 / ATTENTION_TOKENS)
 _Share = Annotated[float, Meta(ge=0, le=1)]
 
 
-class AddedTime(Parameters, frozen=True):
+class AddedTime(Parameters, frozen=True, dict=True):
     """Prefer where the request adds the fewest seconds to everybody.
 
     The least over endpoints e of the sum below. With x the tokens of the prompt that e would have to compute, T all of them, p = x (1 + (T - x/2)
@@ -119,17 +120,25 @@ class AddedTime(Parameters, frozen=True):
     def producer(self) -> str | None:
         return self.prefix_match_info_producer_name
 
+    @cached_property
+    def _delay(self) -> Floats:
+        """`prefill_delay`, as an array."""
+        return np.array(self.prefill_delay)
+
+    @cached_property
+    def _own_prefill(self) -> Floats:
+        """What a prefill costs besides what it delays others."""
+        return np.array(1.0 + self.eviction_cost)
+
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         prompt_tokens = float(request.prompt_tokens)
         decode_tokens = self._decode_tokens(request)
         prompt = np.array(prompt_tokens)
         to_compute = self._to_compute(request, candidates)
-        old = _old(candidates)
-        waiting = _told(candidates.waiting_requests, old)
-        requests = _told(candidates.running_requests, old)
+        load = _believed_load(candidates)
+        waiting = load.waiting_requests
         inflight = candidates.inflight_requests.astype(np.float64)
-        requests += waiting
-        np.fmax(requests, inflight, out=requests)
+        requests = np.fmax(load.requests, inflight)
         # Of what others sent nothing is known but the number: each is like this one where it fits.
         unseen = np.subtract(requests, inflight, out=inflight)
         context = unseen * prompt
@@ -146,17 +155,15 @@ class AddedTime(Parameters, frozen=True):
         prefill = to_compute * _ATTENTION
         prefill += np.array(1.0 + prompt_tokens / ATTENTION_TOKENS)
         prefill *= to_compute
-        factor = requests * np.array(self.prefill_delay)
-        factor += np.array(1.0 + self.eviction_cost)
+        factor = requests * self._delay
+        factor += self._own_prefill
         prefill *= factor
         cost += prefill
         context *= np.array(decode_tokens * DECODE_SHARE)
         cost += context
         requests *= np.array(decode_tokens * DECODE_SHARE * prompt_tokens)
         cost += requests
-        self._add_memory(
-            cost, candidates, old, to_compute, waiting, held_up, context, decode_tokens
-        )
+        self._add_memory(cost, load, to_compute, held_up, context, decode_tokens)
         adapters_reported = candidates.adapters_reported
         if adapters_reported or not candidates.prefill_alike:
             cost /= candidates.prefill_tokens_per_s
@@ -171,11 +178,10 @@ class AddedTime(Parameters, frozen=True):
         prompt_tokens = float(request.prompt_tokens)
         decode_tokens = self._decode_tokens(request)
         to_compute = self._to_compute(request, candidates)
-        old = _old(candidates)
-        waiting = _told(candidates.waiting_requests, old)
-        running = _told(candidates.running_requests, old)
+        load = _believed_load(candidates)
+        waiting = load.waiting_requests
         inflight = candidates.inflight_requests.astype(np.float64)
-        requests = np.fmax(running + waiting, inflight)
+        requests = np.fmax(load.requests, inflight)
         unseen = requests - inflight
         context = unseen * prompt_tokens + candidates.inflight_context_tokens
         prefill = to_compute * (1.0 + (prompt_tokens - to_compute / 2) / ATTENTION_TOKENS)
@@ -183,7 +189,7 @@ class AddedTime(Parameters, frozen=True):
         queued = unseen * held_up * to_compute.min()
         memory, adapter = np.zeros(len(to_compute)), np.zeros(len(to_compute))
         self._add_memory(
-            memory, candidates, old, to_compute, waiting, held_up if waiting.any() else None,
+            memory, load, to_compute, held_up if waiting.any() else None,
             context * (decode_tokens * DECODE_SHARE), decode_tokens,
         )  # fmt: skip
         if candidates.adapters_reported:
@@ -202,33 +208,23 @@ class AddedTime(Parameters, frozen=True):
     def _add_memory(
         self,
         cost: Floats,
-        candidates: Candidates,
-        old: Bools | None,
+        load: EngineLoad,
         to_compute: Floats,
-        waiting: Floats,
         held_up: Floats | None,
         decoding: Floats,
         decode_tokens: float,
     ) -> None:
         """Add what it waits for memory, and others for what it takes; all in prefill tokens.
 
-        `decoding` is what the answer takes longer for the context that is there. It is changed, and so
-        is `waiting`.
+        `decoding` is what the answer takes longer for the context that is there. It is changed.
         """
-        capacity = candidates.kv_capacity_tokens
-        used = candidates.kv_cache_usage
-        if old is not None or _any_unknown(capacity) or _any_unknown(used):
-            # Nobody tells: nothing is over, below.
-            capacity = _told(capacity, old, np.nan)
-            used = _told(used, old, np.nan)
-        used *= capacity
+        used, capacity = load.kv_used_tokens, load.kv_capacity_tokens
         over = used + to_compute
         over -= capacity
         if held_up is not None:
-            used *= held_up
-            over += used
+            over += used * held_up
             np.maximum(over, _NOTHING, out=over)
-            held = np.fmin(waiting, _HELD_UP_MAX, out=waiting)
+            held = np.fmin(load.waiting_requests, _HELD_UP_MAX)
             held *= to_compute
             over += held
         elif over.item(over.argmax()) <= 0.0:
@@ -252,7 +248,7 @@ class AddedTime(Parameters, frozen=True):
         missing += np.array(float(request.prompt_tokens))
         if affinity.total * candidates.block_tokens > request.prompt_tokens:
             np.fmax(missing, _NOTHING, out=missing)
-        if not affinity.total or not self._believes_in_peers(request):
+        if not request.moment.replicas_unheard or not self.peer_belief or not affinity.total:
             return missing
         if affinity.matched.max() >= self.agreement_below * affinity.total:
             return missing
@@ -269,12 +265,10 @@ class AddedTime(Parameters, frozen=True):
 
     def session_of(self, request: InferenceRequest, /) -> str:
         """What `request` names, as long as there are pickers that are not heard."""
-        if not self._believes_in_peers(request):
+        # Without such pickers, which is usual, it costs one comparison.
+        if not request.moment.replicas_unheard or not self.peer_belief:
             return ""
         return request.session_id or request.headers.get("x-session-id", "")
-
-    def _believes_in_peers(self, request: InferenceRequest) -> bool:
-        return request.moment.replicas_unheard > 0 and self.peer_belief > 0
 
     def _add_adapter(self, cost: Floats, request: InferenceRequest, candidates: Candidates) -> None:
         """Add what it takes to have the adapter of `request` there, where it is told of them."""
@@ -299,20 +293,27 @@ def _told(column: Floats, old: Bools | None, nobody: float = 0.0) -> Floats:
     """
     if old is not None:
         column[old] = np.nan
-    elif not _any_unknown(column):
-        return column
     unknown = np.isnan(column)
+    if not unknown.any():
+        return column
     column[unknown] = nobody if unknown.all() else np.median(column[~unknown])
     return column
 
 
-def _any_unknown(column: Floats) -> bool:
-    # Where there is a NaN, argmax leads to it, at a third of what a sum takes at the length of a pool.
-    return isnan(column.item(column.argmax()))
-
-
-def _old(candidates: Candidates) -> Bools | None:
-    """bool[n]: whose report is too old to go by; None: nobody's."""
-    if candidates.all_observed_within(REPORTED_S_MAX):
-        return None
-    return candidates.metrics_age_s > REPORTED_S_MAX
+def _believed_load(candidates: Candidates) -> EngineLoad:
+    """The load that engines tell; what is unknown or too old is the median of the rest."""
+    recent = candidates.all_observed_within(REPORTED_S_MAX)
+    load = candidates.engine_load()
+    if recent and load.complete:
+        return load
+    old = None if recent else candidates.metrics_age_s > REPORTED_S_MAX
+    waiting = _told(candidates.waiting_requests, old)
+    # If nobody tells of memory, it is unknown, and nothing is short of it.
+    capacity = _told(candidates.kv_capacity_tokens, old, np.nan)
+    return EngineLoad(
+        waiting_requests=waiting,
+        requests=_told(candidates.running_requests, old) + waiting,
+        kv_used_tokens=_told(candidates.kv_cache_usage, old, np.nan) * capacity,
+        kv_capacity_tokens=capacity,
+        complete=False,
+    )

@@ -25,6 +25,7 @@ from epp.core.knowledge.candidates import (
     Affinity,
     Bools,
     Candidates,
+    EngineLoad,
     Floats,
     Ints,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "CountsInflight",
     "Duration",
     "Endpoint",
+    "EngineLoad",
     "Filter",
     "Floats",
     "GoesBySessions",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from epp.core.knowledge.candidates import Affinity, Candidates
+from epp.core.knowledge.candidates import Affinity, Candidates, EngineLoad
 from epp.core.prompt.request import InferenceRequest
 
 _OF_CANDIDATES: Final[Mapping[str, str]] = {
@@ -61,6 +61,12 @@ class _WatchedCandidates(_Watched):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._of, name) if name in _ANYBODY else super().__getattr__(name)
+
+    def engine_load(self) -> EngineLoad:
+        self._reads.names |= {"waiting_requests", "running_requests"}
+        self._reads.names |= {"kv_cache_usage", "kv_capacity_tokens"}
+        load: EngineLoad = self._of.engine_load()
+        return load
 
     def take(self, keep: Any) -> Any:
         return _WatchedCandidates(self._of.take(keep), self._reads, self._names)

@@ -343,7 +343,8 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
             else:
                 failures.returned(scorer.name, "score", array_fault(found, FLOATS, n))
         # At the length of a pool np.clip, the function, costs four times as much, and floats twice.
-        scores.clip(_LEAST, _MOST, out=scores)
+        np.maximum(scores, _LEAST, out=scores)
+        np.minimum(scores, _MOST, out=scores)
         total = weighted_sums(self._weights, scores)
         # Where there is a NaN, argmax leads to it: one cheap test of every score.
         if n and math.isnan(total.item(total.argmax())):

@@ -93,6 +93,8 @@ class Decision(Struct, frozen=True, kw_only=True):
 
     account: Account
     """Why it goes there."""
+    leg: Leg
+    """The first of the account's legs: the endpoint that the gateway sends the request to."""
     markers: tuple[Marker, ...] = ()
     """The plugins that set headers on the response."""
     request_markers: tuple[RequestMarker, ...] = ()
@@ -108,29 +110,24 @@ class Decision(Struct, frozen=True, kw_only=True):
         return self.account.number
 
     @property
-    def leg(self) -> Leg:
-        """Of the endpoint that the gateway sends the request to."""
-        return self.account.legs[0]
-
-    @property
     def endpoint(self) -> Endpoint:
-        return self.account.legs[0].endpoint
+        return self.leg.endpoint
 
     @property
     def lease(self) -> Lease:
-        return self.account.legs[0].lease
+        return self.leg.lease
 
     @property
     def predicted_tokens(self) -> int:
         """Tokens of the prompt that the endpoint is believed to have held where the request is now."""
-        leg = self.account.legs[0]
+        leg = self.leg
         tokens = leg.request.prompt_tokens
         return predicted_tokens(leg.lease.matched_blocks, leg.block_tokens, tokens)
 
     @property
     def rank(self) -> int | None:
         """Of the endpoint, that is told to serve; None: its engine chooses."""
-        return self.account.legs[0].rank
+        return self.leg.rank
 
     @property
     def marks_requests(self) -> bool:
@@ -336,7 +333,7 @@ class Scheduler:
         """Belief was compared with what an engine counts: the index that it comes from learns of it."""
         prefix = self.settings.prefix
         # What indexes predict together says of none of them how wrong it is.
-        if len(self.settings.joined) > 1:
+        if self._joins:
             return
         corrected: Mapping[str, CorrectedIndex] = self._able(lambda abilities: abilities.corrected)
         if prefix in corrected:
@@ -356,13 +353,15 @@ class Scheduler:
         if self.full.by_slot:
             slots, full = self._with_room(slots, now)
 
-        affinities = {
-            name: known
-            for name, index in self.indexes.items()
-            if (known := self._match(name, index, request, now)) is not None
-        }
-        tokens = self._tokens_counted(request, affinities)
-        if len(self.settings.joined) > 1:
+        affinities: dict[str, Affinity] = {}
+        for name, index in self.indexes.items():
+            known = self._match(name, index, request, now)
+            if known is not None:
+                affinities[name] = known
+        tokens = request.prompt_tokens
+        if self._counts_ids:
+            tokens = self._tokens_counted(request, affinities)
+        if self._joins:
             known = self._joined(affinities)
             if known is not None:
                 affinities[self.settings.prefix] = known
@@ -374,17 +373,19 @@ class Scheduler:
         profile = self.settings.profile
         failed_before = self.failures.so_far
         kept = profile.filter(request, candidates, self.failures)
-        if len(full) and not len(kept.candidates):
+        left = len(kept.candidates)
+        if not left and len(full):
             # Only full endpoints pass the filters.
             slots, full = in_service, NO_SLOTS
             candidates = self._candidates(slots, affinities, request, now)
             kept = profile.filter(request, candidates, self.failures)
-        if not len(kept.candidates):
+            left = len(kept.candidates)
+        if not left:
             return _nobody_left(kept, len(slots))
         ranked, dropped = self._fresh_first(kept, now)
-        if len(full):
+        if full is not NO_SLOTS:
             dropped = {FULL: full, **dropped}
-        if len(in_service) < ready:
+        if in_service is not allowed and len(in_service) < ready:
             away = allowed[self.pool.columns.ejected[allowed]]
             dropped = {OutlierEjection.type_name: away, **dropped}
         scored = profile.score(request, ranked, self.failures, self._kept_scores)
@@ -447,10 +448,10 @@ class Scheduler:
         uncached = max(0.0, request.prompt_tokens - matched * self.settings.block_tokens)
         if lease.expected is not None:
             predicted = predicted_tokens(matched, self.settings.block_tokens, request.prompt_tokens)
-            expected = structs.replace(
+            lease.expected = expected = structs.replace(
                 lease.expected, predicted_tokens=predicted, indexes=NO_INDEXES
             )
-            self._expect(lease, slot, expected)
+            self.accuracy.decided(slot, request.model, expected)
         self.ledger.move(lease, slot, uncached, now)
         self.outliers.ejection.sent(lease)
         if self.full.by_slot:
@@ -495,10 +496,6 @@ class Scheduler:
         for name in self.settings.beliefs:
             self._retract(name, lease, slot, now)
 
-    def _expect(self, lease: Lease, slot: int, expected: Expected) -> None:
-        lease.expected = expected
-        self.accuracy.decided(slot, lease.request.model, expected)
-
     def _expected(
         self, request: InferenceRequest, matched: int, position: int, candidates: Candidates
     ) -> Expected:
@@ -510,7 +507,7 @@ class Scheduler:
             prompt_bytes=_bytes_of(request),
             prompts=request.prompt_count,
         )
-        if len(settings.joined) <= 1:
+        if not self._joins:
             return expected
         indexes: dict[str, int] = {}
         for name in settings.joined[1:]:
@@ -666,6 +663,7 @@ class Scheduler:
         profile = self.settings.profile
         prefix = self.settings.indexes.get(self.settings.prefix)
         self._counts_ids = prefix is not None and prefix.abilities.reads_token_ids
+        self._joins = len(self.settings.joined) > 1
         self._scorer_names = tuple(scorer.name for scorer in profile.scorers)
         self._markers = profile.markers(self.failures)
         self._request_markers = profile.request_markers(self.failures)
@@ -772,7 +770,7 @@ class Scheduler:
         self, name: str, index: AffinityIndex, request: InferenceRequest, now: Seconds
     ) -> Affinity | None:
         """What the index knows; None, if it fails: then to it all endpoints are alike."""
-        slots = len(self.pool.columns)
+        slots = len(self.pool.columns.endpoints)
         try:
             known = index.match(request, slots, now)
             fault = affinity_fault(known, slots)
@@ -789,7 +787,7 @@ class Scheduler:
 
         `affinities`: as each index knows them, before any are joined.
         """
-        known = affinities.get(self.settings.prefix) if self._counts_ids else None
+        known = affinities.get(self.settings.prefix)
         if known is None or not known.total:
             # Whoever answers in its place counts bytes.
             return request.prompt_tokens
@@ -876,7 +874,7 @@ class Scheduler:
     ) -> Decision:
         """Record the choice in the same step that makes it, so that the next one sees it."""
         first = picked[0]
-        slot = int(candidates.slot[first])
+        slot = candidates.slot.item(first)
         matched, total = candidates.prefix_match(first)
         uncached = max(0.0, float(request.prompt_tokens - matched * self.settings.block_tokens))
         lease = self.ledger.open(
@@ -885,11 +883,14 @@ class Scheduler:
         self.outliers.ejection.sent(lease)
         if self.full.by_slot:
             self.full.sent(slot, now)
-        fallbacks = self._fallbacks(candidates, scored, picked)
+        fallbacks: tuple[Endpoint, ...] = ()
+        if self.settings.fallback_endpoints_max:
+            fallbacks = self._fallbacks(candidates, scored, picked)
         rank = None
         if self._rank_chooser is not None:
             rank = self._rank_of(self._rank_chooser, lease, fallbacks, now)
-        self._expect(lease, slot, self._expected(request, matched, first, candidates))
+        lease.expected = expected = self._expected(request, matched, first, candidates)
+        self.accuracy.decided(slot, request.model, expected)
         for name, index in self.indexes.items():
             self._record(name, index, lease, slot, now)
         if self._by_sessions is not None:
@@ -917,6 +918,7 @@ class Scheduler:
         account = Account(number=self.decisions, request=kept, legs=(leg,), shadow=verdict)
         return Decision(
             account=account,
+            leg=leg,
             markers=self._markers,
             request_markers=self._request_markers,
             offered=offered.candidates,
@@ -968,8 +970,6 @@ class Scheduler:
     ) -> tuple[Endpoint, ...]:
         """What the picker named after the first, then the best of the rest."""
         wanted = self.settings.fallback_endpoints_max
-        if not wanted:
-            return ()
         order = picked[1:] + np.argsort(-scored.total, kind="stable").tolist()
         others = list(dict.fromkeys(at for at in order if at != picked[0]))
         return tuple(self._endpoint(int(candidates.slot[at])) for at in others[:wanted])

@@ -12,6 +12,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from epp.core.knowledge.peer_load import PeerLoads
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
@@ -41,6 +42,13 @@ NUMBERS: Final = (
 )
 """Columns that together say how an endpoint stood at a decision, as `numbers_of` gives them."""
 
+_ROWS: Final = (
+    *("waiting_requests", "running_requests", "kv_cache_usage", "kv_capacity_tokens"),
+    *("observed_at_s", "prefill_backlog_tokens", "prefill_drained_at_s"),
+    *("prefill_tokens_per_s", "prefill_drain_tokens_per_s"),
+)
+"""Columns that lie in one array, in this order."""
+
 ATTRIBUTES_MAX: Final = 64
 """Of one pool: each is a column. What a configuration names beyond them is unknown of everybody."""
 
@@ -50,21 +58,29 @@ _NOTHING: Final = np.zeros(())
 NO_COLUMNS: Final[Mapping[str, Floats]] = MappingProxyType({})
 
 
-class Affinity:
+class Affinity(Struct, frozen=True, eq=False):
     """What an affinity index answers: `matched[i]` of `total`, in the index's own unit.
 
     From an index, `matched` is int64 by endpoint slot; from `Candidates`, by candidate. So are the
     `columns`, float64 by name: whatever else the index knows of each endpoint.
     """
 
-    __slots__ = ("columns", "matched", "total")
+    matched: Ints
+    total: int
+    columns: Mapping[str, Floats] = NO_COLUMNS
 
-    def __init__(
-        self, matched: Ints, total: int, columns: Mapping[str, Floats] = NO_COLUMNS
-    ) -> None:
-        self.matched = matched
-        self.total = total
-        self.columns = columns
+
+class EngineLoad(Struct, frozen=True, eq=False):
+    """What the engines of n candidates last told of their load: float64[n] each, not to be written."""
+
+    waiting_requests: Floats
+    requests: Floats
+    """Waiting and running ones."""
+    kv_used_tokens: Floats
+    """Tokens in KV blocks that requests reference."""
+    kv_capacity_tokens: Floats
+    complete: bool
+    """Every value is known; otherwise unknown ones are NaN."""
 
 
 class Columns:
@@ -73,20 +89,33 @@ class Columns:
     Grown by doubling, so a view of an array must not be kept across a change of the pool.
     """
 
+    waiting_requests: Floats
+    running_requests: Floats
+    kv_cache_usage: Floats
+    kv_capacity_tokens: Floats
+    observed_at_s: Floats
+    """-inf: never."""
+    prefill_backlog_tokens: Floats
+    """Uncached prefill tokens ahead, as of `prefill_drained_at_s`."""
+    prefill_drained_at_s: Floats
+    prefill_tokens_per_s: Floats
+    """By configuration; of an empty slot, that of the last endpoint there."""
+    prefill_drain_tokens_per_s: Floats
+    """How fast `prefill_backlog_tokens` become fewer, until more is seen of the endpoint."""
+
     def __init__(self) -> None:
         self.endpoints: list[Endpoint | None] = []
         self.identities: Hashes = np.empty(0, dtype=np.uint64)
         """Hashes of endpoint ids; of an empty slot, that of the last endpoint there."""
         self.adapters: list[AdapterReport | None] = []
-        self.waiting_requests: Floats = np.empty(0)
-        self.running_requests: Floats = np.empty(0)
-        self.kv_cache_usage: Floats = np.empty(0)
-        self.kv_capacity_tokens: Floats = np.empty(0)
+        self.rows: Floats = np.empty((len(_ROWS), 0))
+        """float64[rows, slots]: the columns `_ROWS`, each of which is an attribute too.
+
+        Because they lie in one array, all of them are read of one endpoint in one step."""
+        self._name_rows()
         self.cache_queried_tokens: Floats = np.empty(0)
         """Since the engine started; NaN: it does not tell."""
         self.cache_hit_tokens: Floats = np.empty(0)
-        self.observed_at_s: Floats = np.empty(0)
-        """-inf: never."""
         self.observed_since_s: Seconds = -math.inf
         """A lower bound of it for all that are ready; it can only rise while they stay."""
         self.saturated: Bools = np.empty(0, dtype=np.bool_)
@@ -99,13 +128,6 @@ class Columns:
         self.inflight_context_tokens: Ints = np.empty(0, dtype=np.int64)
         self.unreported_requests: Ints = np.empty(0, dtype=np.int64)
         """Sent there since the engine last told its load."""
-        self.prefill_backlog_tokens: Floats = np.empty(0)
-        """Uncached prefill tokens ahead, as of `prefill_drained_at_s`."""
-        self.prefill_drained_at_s: Floats = np.empty(0)
-        self.prefill_tokens_per_s: Floats = np.empty(0)
-        """By configuration; of an empty slot, that of the last endpoint there."""
-        self.prefill_drain_tokens_per_s: Floats = np.empty(0)
-        """How fast `prefill_backlog_tokens` become fewer, until more is seen of the endpoint."""
         self.prefill_alike = False
         """All are known to prefill equally fast."""
         self.adapter_generation: Ints = np.empty(0, dtype=np.int64)
@@ -123,6 +145,8 @@ class Columns:
         """Counts changes of the columns in `versions`."""
         self.versions = dict.fromkeys(VERSIONED, 0)
         """Column -> how often it changed; the same number, the same values."""
+        self.last_load: tuple[Ints, int, EngineLoad] | None = None
+        """The `EngineLoad` that was gathered last, with its slots and the `version` at that time."""
 
     def __len__(self) -> int:
         return len(self.endpoints)
@@ -246,12 +270,17 @@ class Columns:
         if changed:
             self.changed("attribute")
 
+    def _name_rows(self) -> None:
+        for name, row in zip(_ROWS, self.rows, strict=True):
+            setattr(self, name, row)
+
     def _grow(self, capacity: int) -> None:
         for name, array in vars(self).items():
-            if isinstance(array, np.ndarray):
-                grown = np.zeros(capacity, dtype=array.dtype)
-                grown[: len(array)] = array
+            if isinstance(array, np.ndarray) and name not in _ROWS:
+                grown = np.zeros((*array.shape[:-1], capacity), dtype=array.dtype)
+                grown[..., : array.shape[-1]] = array
                 setattr(self, name, grown)
+        self._name_rows()
         for key, column in self.attributes.items():
             wider = np.full(capacity, math.nan)
             wider[: len(column)] = column
@@ -418,6 +447,27 @@ class Candidates:
         """
         return self._columns.kv_capacity_tokens[self._slot]
 
+    def engine_load(self) -> EngineLoad:
+        """The four columns before this one, combined.
+
+        They are gathered once for all requests between two changes of what scrapes tell.
+        """
+        columns, slot = self._columns, self._slot
+        last = columns.last_load
+        # The pool keeps one array of the slots that are ready until they change.
+        if last is not None and last[0] is slot and last[1] == columns.version:
+            return last[2]
+        capacity = self.kv_capacity_tokens
+        waiting = self.waiting_requests
+        requests, used = self.running_requests + waiting, self.kv_cache_usage * capacity
+        # A sum or a product is unknown where either part is.
+        unknown = np.isnan(requests).any() or np.isnan(used).any()
+        load = EngineLoad(waiting, requests, used, capacity, complete=not unknown)
+        for column in (waiting, requests, used, capacity):
+            column.setflags(write=False)
+        columns.last_load = (slot, columns.version, load)
+        return load
+
     @property
     def cache_queried_tokens(self) -> Floats:
         """float64[n], prompt tokens that each looked up in its prefix cache; NaN: unknown."""
@@ -580,24 +630,23 @@ class Candidates:
 
     def numbers_of(self, position: int) -> tuple[float, ...]:
         """The columns `NUMBERS` of one candidate, at a fraction of the cost of gathering them."""
-        columns, slot = self._columns, self._slot.item(position)
+        columns, slot, now = self._columns, self._slot.item(position), self._now
+        waiting, running, usage, capacity, observed_at_s, *prefill = columns.rows[:, slot].tolist()
+        backlog_tokens, drained_at_s, speed, drain_speed = prefill
         requests = columns.inflight_requests.item(slot)
-        speed = columns.prefill_tokens_per_s.item(slot)
-        drained_s = self._now - columns.prefill_drained_at_s.item(slot)
-        done = drained_s * columns.prefill_drain_tokens_per_s.item(slot)
-        prefill_tokens = max(0.0, columns.prefill_backlog_tokens.item(slot) - done)
+        prefill_tokens = max(0.0, backlog_tokens - (now - drained_at_s) * drain_speed)
         if columns.peers is not None:
             alone = self._slot[position : position + 1]
             requests += columns.peers.requests(alone, len(columns)).item(0)
             speeds = columns.prefill_drain_tokens_per_s[alone]
-            prefill_tokens += columns.peers.prefill_tokens(alone, self._now, speeds).item(0)
+            prefill_tokens += columns.peers.prefill_tokens(alone, now, speeds).item(0)
         known = self._affinities.get(self._prefix)
         return (
-            columns.waiting_requests.item(slot),
-            columns.running_requests.item(slot),
-            columns.kv_cache_usage.item(slot),
-            columns.kv_capacity_tokens.item(slot),
-            self._now - columns.observed_at_s.item(slot),
+            waiting,
+            running,
+            usage,
+            capacity,
+            now - observed_at_s,
             requests,
             columns.inflight_context_tokens.item(slot),
             prefill_tokens,

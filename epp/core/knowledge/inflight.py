@@ -16,7 +16,7 @@ from enum import StrEnum
 from math import isnan
 from typing import Any, Final
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from epp.core.knowledge.candidates import Columns
 from epp.core.knowledge.first_outputs import PAGE_S_MAX, FirstOutputs
@@ -88,60 +88,35 @@ class Outcome(Struct, frozen=True, kw_only=True):
         return self.ending is Ending.COMPLETE and not self.unserved
 
 
-class Lease:
+class Lease(Struct, eq=False):
     """One request's share of an endpoint's load. Only the ledger writes to it, and `ejection`."""
 
-    __slots__ = (
-        "ahead_tokens",
-        "expected",
-        "first_output_at_s",
-        "generation",
-        "matched_blocks",
-        "opened_at_s",
-        "prefill_tokens",
-        "prefilled",
-        "probe",
-        "rank",
-        "recorded",
-        "request",
-        "slot",
-        "uncached_tokens",
-    )
-
-    def __init__(
-        self,
-        request: InferenceRequest,
-        slot: int,
-        generation: int,
-        matched_blocks: int,
-        opened_at_s: Seconds,
-    ) -> None:
-        self.request = request
-        self.slot = slot
-        """-1 once it is closed."""
-        self.generation = generation
-        self.matched_blocks = matched_blocks
-        """Blocks that the endpoint held before this request was recorded there."""
-        self.expected: Expected | None = None
-        """What is compared with what its engine counts; None: nothing."""
-        self.opened_at_s = opened_at_s
-        """When it was sent to where it is."""
-        self.first_output_at_s: Seconds | None = None
-        self.ahead_tokens = 0.0
-        """Uncached prompt tokens that the endpoint had to compute then, its own included, if it is as
-        fast as is said."""
-        self.prefill_tokens = 0.0
-        """Uncached prompt tokens of it that are, by estimate, still to be computed."""
-        self.uncached_tokens = 0.0
-        """All of them."""
-        self.prefilled = False
-        """It was seen that they are computed, or will not be."""
-        self.recorded: dict[str, tuple[object, Any]] = {}
-        """Name of an affinity index -> the index, and what its `record` returned for this request."""
-        self.rank = -1
-        """Of the endpoint, that was told to serve it; -1: its engine chose."""
-        self.probe = False
-        """It is to show whether an endpoint on trial is back: `ejection`."""
+    request: InferenceRequest
+    slot: int
+    """-1 once it is closed."""
+    generation: int
+    matched_blocks: int
+    """Blocks that the endpoint held before this request was recorded there."""
+    opened_at_s: Seconds
+    """When it was sent to where it is."""
+    expected: Expected | None = None
+    """What is compared with what its engine counts; None: nothing."""
+    first_output_at_s: Seconds | None = None
+    ahead_tokens: float = 0.0
+    """Uncached prompt tokens that the endpoint had to compute then, its own included, if it is as
+    fast as is said."""
+    prefill_tokens: float = 0.0
+    """Uncached prompt tokens of it that are, by estimate, still to be computed."""
+    uncached_tokens: float = 0.0
+    """All of them."""
+    prefilled: bool = False
+    """It was seen that they are computed, or will not be."""
+    recorded: dict[str, tuple[object, Any]] = field(default_factory=dict)
+    """Name of an affinity index -> the index, and what its `record` returned for this request."""
+    rank: int = -1
+    """Of the endpoint, that was told to serve it; -1: its engine chose."""
+    probe: bool = False
+    """It is to show whether an endpoint on trial is back: `ejection`."""
 
     def undrain(self) -> float:
         """Have all of its tokens to compute again; how many had drained."""

@@ -44,6 +44,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
+from types import MappingProxyType
 from typing import Final, Protocol, TypeAlias
 
 from msgspec import Struct, field, structs
@@ -149,73 +150,45 @@ class Trace(Protocol):
     remove_headers: tuple[str, ...]
 
 
-class Exchange:
+class Exchange(Struct, eq=False):
     """The record of one request and its response, for whoever observes."""
 
-    __slots__ = (
-        "answered_at_s",
-        "by_gateway",
-        "decision",
-        "endpoint",
-        "failure",
-        "first_output_at_s",
-        "headers",
-        "incoming_model",
-        "passed_unread",
-        "path",
-        "request",
-        "request_bytes",
-        "request_id",
-        "response_bytes",
-        "response_started_at_s",
-        "retry_after_s",
-        "served",
-        "started_at_s",
-        "status",
-        "trace",
-        "unparsed",
-        "unparsed_api",
-        "unseen_body",
-        "usage",
-    )
-
-    def __init__(self, started_at_s: Seconds) -> None:
-        self.started_at_s = started_at_s
-        self.headers: Mapping[str, str] = {}
-        """Of the request, with lower-case names."""
-        self.incoming_model = ""
-        self.request: InferenceRequest | None = None
-        self.request_bytes = 0
-        self.decision: Decision | None = None
-        self.endpoint: Endpoint | None = None
-        """Who got the request, as far as is known; None too if that is nobody of the pool."""
-        self.unseen_body: BodyMode | None = None
-        """The mode that made the picker schedule without having seen the body."""
-        self.passed_unread = False
-        """The body could be seen, but there was no memory to read it."""
-        self.unparsed = ""
-        """Why the request is placed without prompt knowledge although the body was seen."""
-        self.unparsed_api = ""
-        """The end of the path by which a parser claims the body, where `unparsed` is set."""
-        self.answered_at_s = started_at_s
-        """When the message came that the decision or refusal answers."""
-        self.response_started_at_s: Seconds | None = None
-        self.first_output_at_s: Seconds | None = None
-        self.status: int | None = None
-        self.by_gateway = False
-        self.retry_after_s: Seconds | None = None
-        """Seconds after which a 429 or 503 asks the client to try again."""
-        """The response is the gateway's own."""
-        self.served = ""
-        """The endpoint that the response is from, "ip:port", if the gateway tells."""
-        self.response_bytes = 0
-        self.usage: Usage | None = None
-        self.path = ""
-        """Without the query; it and `request_id` are set for refusals."""
-        self.request_id = ""
-        self.failure: StreamFailure | None = None
-        self.trace: Trace | None = None
-        """Set by an observer, at the latest when it is told of the decision."""
+    started_at_s: Seconds
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Of the request, with lower-case names."""
+    incoming_model: str = ""
+    request: InferenceRequest | None = None
+    request_bytes: int = 0
+    decision: Decision | None = None
+    endpoint: Endpoint | None = None
+    """Who got the request, as far as is known; None too if that is nobody of the pool."""
+    unseen_body: BodyMode | None = None
+    """The mode that made the picker schedule without having seen the body."""
+    passed_unread: bool = False
+    """The body could be seen, but there was no memory to read it."""
+    unparsed: str = ""
+    """Why the request is placed without prompt knowledge although the body was seen."""
+    unparsed_api: str = ""
+    """The end of the path by which a parser claims the body, where `unparsed` is set."""
+    answered_at_s: Seconds = 0.0
+    """When the message came that the decision or refusal answers."""
+    response_started_at_s: Seconds | None = None
+    first_output_at_s: Seconds | None = None
+    status: int | None = None
+    by_gateway: bool = False
+    """The response is the gateway's own."""
+    retry_after_s: Seconds | None = None
+    """Seconds after which a 429 or 503 asks the client to try again."""
+    served: str = ""
+    """The endpoint that the response is from, "ip:port", if the gateway tells."""
+    response_bytes: int = 0
+    usage: Usage | None = None
+    path: str = ""
+    """Without the query; it and `request_id` are set for refusals."""
+    request_id: str = ""
+    failure: "StreamFailure | None" = None
+    trace: Trace | None = None
+    """Set by an observer, at the latest when it is told of the decision."""
 
 
 class StreamFailure(StrEnum):
@@ -295,6 +268,47 @@ class Session:
     returned. When `finished` is true the stream is to be ended with OK.
     """
 
+    # What every stream begins with. Most streams change few of these.
+
+    undecoded = False
+    """`carry_on` must be called in a later turn of the event loop."""
+    resume: Resume | None = None
+    waited_s: Seconds = 0.0
+    """For how long the first message was there when it is received; its clock begins then."""
+    finished = False
+    violated = False
+    """The gateway broke the protocol; the stream is to be ended with an error."""
+    _phase = Phase.START
+    _modes = _FULL_DUPLEX
+    _headers: Mapping[str, str] = MappingProxyType({})
+    _named = ""
+    """The name of the request, once it was asked for."""
+    _subset: tuple[str, ...] | None = None
+    _body_bytes = 0
+    _pieces = 0
+    _endless = False
+    """What follows the headers is another protocol, in pieces as it likes."""
+    _taken_bytes = 0
+    """Of the budget, by this stream."""
+    _encoded: EncodedBody | None = None
+    """The decoder of the body, until it is read; None if the body has no content encoding."""
+    _decoding_bytes = 0
+    """Of the budget, what the decoder and its output hold."""
+    _recoded = False
+    """The body was decoded. If it is changed, its encoding is gone."""
+    _read: Callable[[Seconds], list[Answer]] | None = None
+    """Reads the body that is whole, once it is decoded."""
+    _wait: Wait | None = None
+    _pending: _Pending | None = None
+    _held_bytes = 0
+    _explained: Explained | None = None
+    _usage_reader: UsageReader | None = None
+    _announced = False
+    _declined = False
+    """The gateway was asked not to show the response body, and has not shown any of it."""
+    _request_ended = False
+    _completed = False
+
     def __init__(
         self,
         scheduler: Scheduler,
@@ -315,50 +329,12 @@ class Session:
         self._gateway = gateway
         self._observer = observer
         self._new_request_id = new_request_id
-        self._phase = Phase.START
-        self._modes = _FULL_DUPLEX
-        self._headers: Mapping[str, str] = {}
-        self._named = ""
-        """The name of the request, once it was asked for."""
-        self._subset: tuple[str, ...] | None = None
-        self._body: list[bytes] = []
-        self._body_bytes = 0
-        self._pieces = 0
-        self._endless = False
-        """What follows the headers is another protocol, in pieces as it likes."""
         self._budget = budget or BodyBudget(sys.maxsize)
-        self._taken_bytes = 0
-        """Of the budget, by this stream."""
-        self._encoded: EncodedBody | None = None
-        """The decoder of the body, until it is read; None if the body has no content encoding."""
-        self._decoding_bytes = 0
-        """Of the budget, what the decoder and its output hold."""
-        self._recoded = False
-        """The body was decoded. If it is changed, its encoding is gone."""
-        self._read: Callable[[Seconds], list[Answer]] | None = None
-        """Reads the body that is whole, once it is decoded."""
-        self.undecoded = False
-        """`carry_on` must be called in a later turn of the event loop."""
         self._resolver = resolver
-        self.resume: Resume | None = None
-        self._wait: Wait | None = None
-        self._pending: _Pending | None = None
+        self._exchange = Exchange(0.0)
+        self._body: list[bytes] = []
         self._held: list[RequestBody | RequestTrailers] = []
         """What came while the request waits."""
-        self._held_bytes = 0
-        self._exchange = Exchange(0.0)
-        self.waited_s: Seconds = 0.0
-        """For how long the first message was there when it is received; its clock begins then."""
-        self._explained: Explained | None = None
-        self._usage_reader: UsageReader | None = None
-        self._announced = False
-        self._declined = False
-        """The gateway was asked not to show the response body, and has not shown any of it."""
-        self._request_ended = False
-        self._completed = False
-        self.finished = False
-        self.violated = False
-        """The gateway broke the protocol; the stream is to be ended with an error."""
 
     def __repr__(self) -> str:
         decision = self._exchange.decision
@@ -504,7 +480,8 @@ class Session:
         self._exchange.answered_at_s = now
         self._headers = self._exchange.headers = event.headers
         self._learn_modes(event.modes)
-        self._hint(event.subset)
+        if event.subset is not None:
+            self._hint(event.subset)
         mode = self._modes.request
         if event.end_of_stream:
             return self._route_headers(now)
@@ -526,7 +503,8 @@ class Session:
         return self._route_headers(now, ends=False)
 
     def _collect(self, event: RequestBody, now: Seconds) -> list[Answer]:
-        self._hint(event.subset)
+        if event.subset is not None:
+            self._hint(event.subset)
         refused = self._hold(event.body)
         if refused:
             return refused
@@ -534,16 +512,18 @@ class Session:
             refused = self._decode(event.body)
             if refused:
                 return refused
-        if self._is_to_pass():
+        if self._settings.pass_from_bytes is not None and self._is_to_pass():
             return self._route_unread(now, ends=event.end_of_stream)
         return self._route_full_duplex(now, trailers=False) if event.end_of_stream else []
 
     def _collect_trailers(self, event: RequestTrailers, now: Seconds) -> list[Answer]:
-        self._hint(event.subset)
+        if event.subset is not None:
+            self._hint(event.subset)
         return self._route_full_duplex(now, trailers=True)
 
     def _buffered_body(self, event: RequestBody, now: Seconds) -> list[Answer]:
-        self._hint(event.subset)
+        if event.subset is not None:
+            self._hint(event.subset)
         refused = self._hold(event.body)
         if refused:
             return refused
@@ -568,7 +548,7 @@ class Session:
         parsed = self._parse(body)
         if isinstance(parsed, Refusal):
             return self._refuse(parsed)
-        changed = _changed(parsed, body)
+        changed = None if parsed.body is body else parsed.body
 
         def answers(destination: Destination) -> list[Answer]:
             return [RequestBodyAnswer(destination, changed)]
@@ -590,6 +570,7 @@ class Session:
 
     def _pass_body(self, event: RequestBody, now: Seconds) -> list[Answer]:
         self._body_bytes += len(event.body)
+        self._pieces += 1
         if self._in_small_pieces() and not self._endless:
             return self._violate("small pieces of a body")
         if self._request_ended:
@@ -699,38 +680,31 @@ class Session:
         if modes.unknown is not None:
             self._observer.unknown_body_mode(modes.unknown)
 
-    def _hint(self, subset: tuple[str, ...] | None) -> None:
-        """The latest message that carries a hint counts."""
-        if subset is not None and self._settings.subset_filter:
+    def _hint(self, subset: tuple[str, ...]) -> None:
+        """Keep the gateway's hint; the latest message that carries one counts."""
+        if self._settings.subset_filter:
             self._subset = subset
 
     def _hold(self, body: bytes) -> list[Answer]:
-        self._body_bytes += len(body)
-        refusal = self._too_much(len(body) + PIECE_BYTES)
-        if refusal is not None:
-            return self._refuse(refusal)
+        """Hold the next piece of the body, or return the refusal of a body that is too much."""
+        piece_bytes = len(body)
+        self._body_bytes += piece_bytes
+        self._pieces += 1
+        limit = self._settings.request_body_bytes_max
+        if self._body_bytes > limit:
+            return self._refuse(_too_large(limit))
+        if self._pieces > PIECES_FREE and self._in_small_pieces():
+            return self._refuse(_SMALL_PIECES)
+        more_bytes = piece_bytes + PIECE_BYTES
+        if not self._budget.take(more_bytes, self._taken_bytes):
+            return self._refuse(_BODIES_HELD)
+        self._taken_bytes += more_bytes
         if body:
             self._body.append(body)
         return []
 
-    def _too_much(self, more_bytes: int) -> Refusal | None:
-        """Why `more_bytes` of the body cannot be held; None: they are, from now on."""
-        limit = self._settings.request_body_bytes_max
-        if self._body_bytes > limit:
-            return _too_large(limit)
-        if self._in_small_pieces():
-            return _bad_request(
-                f"the request body comes in pieces of less than {PIECE_MEAN_BYTES_MIN} bytes",
-                None,
-            )
-        if not self._budget.take(more_bytes, self._taken_bytes):
-            return _BODIES_HELD
-        self._taken_bytes += more_bytes
-        return None
-
     def _in_small_pieces(self) -> bool:
-        """One more piece came; whether there are too many for what is in them."""
-        self._pieces += 1
+        """Return whether the body came in too many pieces for what is in them."""
         return self._pieces > PIECES_FREE + self._body_bytes // PIECE_MEAN_BYTES_MIN
 
     def _let_go(self) -> None:
@@ -845,7 +819,8 @@ class Session:
                 answered.append(RequestTrailersAnswer())
             return answered
 
-        changed = _changed(parsed, body)
+        # What was read is what came, unless the model was rewritten.
+        changed = None if parsed.body is body else parsed.body
         text = parsed.decoded or parsed.body
         return self._place(_Pending(parsed.request, changed, answers, text), now)
 
@@ -896,7 +871,8 @@ class Session:
 
     def _hold_back(self, event: RequestBody | RequestTrailers, now: Seconds) -> list[Answer]:
         """The request waits: what comes of it is answered after it."""
-        self._hint(event.subset)
+        if event.subset is not None:
+            self._hint(event.subset)
         more_bytes = PIECE_BYTES + (len(event.body) if isinstance(event, RequestBody) else 0)
         limit = self._settings.request_body_bytes_max
         if self._held_bytes + more_bytes > limit:
@@ -974,7 +950,13 @@ class Session:
         return self._destination(decision, request, changed_body)
 
     def _priority(self) -> int:
-        objective = _first(self._headers, OBJECTIVE_HEADERS)
+        headers = self._headers
+        for name in OBJECTIVE_HEADERS:
+            if name in headers:
+                return self._priority_of(headers[name])
+        return 0
+
+    def _priority_of(self, objective: str) -> int:
         if not objective:
             return 0
         priority = self._settings.priorities.get(objective)
@@ -1101,11 +1083,6 @@ def chunks(body: bytes, *, ends: bool) -> Sequence[tuple[bytes | memoryview, boo
     return pieces
 
 
-def _changed(parsed: Parsed, body: bytes) -> bytes | None:
-    """The new body if the model was rewritten; None if every byte is as it was."""
-    return None if parsed.body is body else parsed.body
-
-
 def _first(headers: Mapping[str, str], names: tuple[str, ...]) -> str:
     for name in names:
         if name in headers:
@@ -1118,6 +1095,11 @@ def _status(headers: Mapping[str, str]) -> int | None:
     return int(status) if status.isascii() and status.isdigit() else None
 
 
+_SMALL_PIECES: Final = Refusal(
+    reason=RefusalReason.BAD_REQUEST,
+    status=400,
+    message=f"the request body comes in pieces of less than {PIECE_MEAN_BYTES_MIN} bytes",
+)
 _BODIES_HELD: Final = Refusal(
     reason=RefusalReason.BODIES_HELD,
     status=503,

@@ -87,10 +87,11 @@ def make_decision(
         total_blocks=10,
         block_tokens=64,
     )
-    return Decision(account=Account(number=number, request=lease.request, legs=(leg,), shadow=None))
+    account = Account(number=number, request=lease.request, legs=(leg,), shadow=None)
+    return Decision(account=account, leg=leg)
 
 
 def with_leg(decision: Decision, **fields: object) -> Decision:
     """The same decision with other `fields` of its leg."""
     leg = structs.replace(decision.leg, **fields)
-    return Decision(account=structs.replace(decision.account, legs=(leg,)))
+    return Decision(account=structs.replace(decision.account, legs=(leg,)), leg=leg)

@@ -241,9 +241,9 @@ class RecentDecisions:
         """Keep what explains `decision`; neither the pool nor its load must have changed since."""
         if self._pool.generation != self._generation:
             self._remember_members()
-        account = decision.account
-        leg, request = account.leg, account.request
-        scored = leg.scored
+        account, leg = decision.account, decision.leg
+        request, candidates, scored = account.request, leg.candidates, leg.scored
+        slot = candidates.slot
         if scored.weights is not self._weights:
             self._remember_setting(leg)
         second = leg.runner_up
@@ -262,20 +262,24 @@ class RecentDecisions:
             leg.total_blocks,
             leg.block_tokens,
             leg.ready,
-            leg.eliminated,
-            len(leg.candidates),
+            leg.eliminated if leg.dropped else {},
+            len(slot),
             leg.parts,
             leg.lease.prefill_tokens,
-            leg.numbers,
+            candidates.numbers_of(leg.picked),
             self._generation,
             self._states_told,
-            "" if second is None else leg.candidates.name_of(second),
+            "" if second is None else candidates.name_of(second),
             b"" if second is None else scored.scores[:, second].tobytes(),
-            leg.runner_up_numbers,
+            () if second is None else candidates.numbers_of(second),
             answer_tokens=request.moment.answer_tokens,
         )
-        slot, shadow, dropped = leg.candidates.slot, account.shadow, leg.dropped
-        self._wait(_Deciding(self._clock(), kept, leg.picked, slot, scored.scores, dropped, shadow))
+        self._wait(
+            _Deciding(
+                *(self._clock(), kept, leg.picked, slot, scored.scores),
+                *(leg.dropped, account.shadow),
+            )
+        )
 
     def refused(
         self,

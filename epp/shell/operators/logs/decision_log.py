@@ -53,7 +53,7 @@ class DecisionLog:
             self._logger.debug("decision", **self._line(decision.account))
             return
         # Numbers count from 1.
-        if self._info and (decision.number - 1) % self._sample_every == 0:
+        if self._info and (decision.account.number - 1) % self._sample_every == 0:
             self._logger.info(
                 "decision", sample_every=self._sample_every, **self._line(decision.account)
             )

@@ -146,10 +146,14 @@ class Waiting(Generic[Key]):
     def __len__(self) -> int:
         return len(self._keys)
 
-    def append(self, key: Key, *numbers: float) -> None:
-        """Raises `struct.error`, and keeps nothing, if these are not `width` numbers."""
+    def append(self, key: Key, *numbers: float) -> int:
+        """Return how many rows wait now.
+
+        Raises `struct.error`, and keeps nothing, if these are not `width` numbers.
+        """
         self._numbers += self._pack(*numbers)
         self._keys.append(key)
+        return len(self._keys)
 
     def take(self) -> tuple[list[Key], Rows]:
         """All that wait, oldest first; none do from now on."""

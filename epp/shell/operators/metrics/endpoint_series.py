@@ -86,7 +86,7 @@ class EndpointSeries:
         predicted_hit_tokens: int,
     ) -> None:
         """A request that `endpoint` got has ended; None: that was not seen."""
-        self._waiting.append(
+        waiting = self._waiting.append(
             (endpoint.name, endpoint.address),
             math.nan if headers_s is None else headers_s,
             math.nan if ttft_s is None else ttft_s,
@@ -95,7 +95,7 @@ class EndpointSeries:
             prompt_tokens,
             predicted_hit_tokens,
         )
-        if len(self._waiting) >= WAITING_MAX:
+        if waiting >= WAITING_MAX:
             self.fold()
 
     def fold(self) -> None:

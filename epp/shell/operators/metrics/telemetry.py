@@ -426,7 +426,7 @@ class Telemetry:
         model_name: str = "",
     ) -> None:
         """A request was routed. `model_name` is what the client asked for, if it was rewritten."""
-        request, endpoint = leg.request, leg.endpoint
+        request, endpoint = leg.lease.request, leg.endpoint
         if leg.scorers != self._scorers:
             self._fold_decisions()
             self._scorers = leg.scorers
@@ -434,7 +434,7 @@ class Telemetry:
         # Cut: a name may be as long as a body.
         model = request.model[:LABEL_CHARACTERS_MAX]
         asked = model_name[:LABEL_CHARACTERS_MAX] or model
-        self._waiting.append(
+        waiting = self._waiting.append(
             (asked, model, request.priority, endpoint.name, endpoint.address),
             scheduling_s,
             processing_s,
@@ -445,9 +445,10 @@ class Telemetry:
             leg.block_tokens,
             *leg.parts,
         )
-        for name, slots in leg.dropped.items():
-            self._eliminated(name).inc(len(slots))
-        if len(self._waiting) >= WAITING_MAX:
+        if leg.dropped:
+            for name, slots in leg.dropped.items():
+                self._eliminated(name).inc(len(slots))
+        if waiting >= WAITING_MAX:
             self._fold_decisions()
 
     def fold(self) -> None:

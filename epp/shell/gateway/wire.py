@@ -17,11 +17,13 @@ to protobuf one that has the fields of both.
 So no message is read that protobuf would refuse, and none is read otherwise than it would.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any, Final, TypeVar
 
 from google.protobuf.message import DecodeError
+from msgspec import Struct
 
 from epp.core.protocol.messages import (
     BodyModes,
@@ -45,6 +47,9 @@ from epp.shell.gateway.ext_proc_messages import ProcessingRequest
 
 HEADERS_KEPT_MAX: Final = 1_024
 NAMES_KEPT_MAX: Final = 1_024
+OPENINGS_KEPT_MAX: Final = 4
+"""Kinds of clients of which the first headers are recognised together."""
+OPENING_BYTES_MAX: Final = 2_048
 MODES_KEPT_MAX: Final = 64
 MODES_KEPT_BYTES_MAX: Final = 32
 """What follows a phase is as a rule two body modes, in four or six bytes."""
@@ -85,6 +90,19 @@ class Unscanned(StrEnum):
     BODY = "body"
 
 
+class _Opening(Struct, frozen=True, eq=False):
+    """The first headers of messages of one kind of client, none of which is a secret."""
+
+    spelled: bytes
+    """As they are in the message."""
+    headers: dict[str, str]
+    counted: range
+    """Counts the headers that may follow them."""
+
+
+_NO_OPENING: Final = _Opening(b"", {}, _COUNTED)
+
+
 class _UnusualError(Exception):
     """To be left to protobuf."""
 
@@ -104,6 +122,8 @@ class Decoder:
         """Why the first of them was."""
         self._reported: tuple[bool, Unscanned | None] = False, None
         self._headers_kept: dict[bytes, tuple[str, str]] = {}
+        self._openings: deque[_Opening] = deque(maxlen=OPENINGS_KEPT_MAX)
+        """The latest first."""
         self._names_kept: dict[bytes, str] = {}
         self._modes_kept: dict[bytes, BodyModes] = {}
         self._readers: Mapping[int, Callable[[bytes], Event]] = {
@@ -210,12 +230,18 @@ class Decoder:
 
     def _header_map(self, message: bytes, at: int, stop: int) -> dict[str, str]:
         """The headers from `at` to `stop`. Each passes here, so those that came before at once."""
-        headers: dict[str, str] = {}
-        kept = self._headers_kept
-        names = self._names_kept
-        for _ in _COUNTED:
+        kept, names = self._headers_kept, self._names_kept
+        begin, opening = at, _NO_OPENING
+        for known in self._openings:
+            if message.startswith(known.spelled, at):
+                opening = known
+                break
+        headers = opening.headers.copy()
+        known_to = at = at + len(opening.spelled)
+        for count in opening.counted:
             if at >= stop:
                 break
+            field_at = at
             if message[at] != _FIRST:
                 raise _UnusualError
             length = message[at + 1]
@@ -228,6 +254,10 @@ class Decoder:
             if pair is not None:
                 headers[pair[0]] = pair[1]
                 continue
+            if known_to:
+                if field_at > known_to:
+                    self._learn_opening(message[begin:field_at], headers, _COUNTED[count:])
+                known_to = 0
             length = header[1]
             name_stop = length + 2
             if length >= _LONG or header[0] != _FIRST:
@@ -251,6 +281,11 @@ class Decoder:
         if at != stop:
             raise _UnusualError
         return headers
+
+    def _learn_opening(self, spelled: bytes, headers: dict[str, str], counted: range) -> None:
+        """Keep the headers with which a message began and which were all known."""
+        if len(spelled) <= OPENING_BYTES_MAX:
+            self._openings.appendleft(_Opening(spelled, headers.copy(), counted))
 
     def _name(self, key: bytes) -> str:
         name = key.decode("ascii").lower()

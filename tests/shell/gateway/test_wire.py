@@ -1,5 +1,6 @@
 """What the scan reads is what protobuf reads, and what protobuf refuses the scan does not read."""
 
+from collections import deque
 from random import Random
 
 import pytest
@@ -362,11 +363,45 @@ def test_what_is_kept_is_bounded_and_holds_no_credentials():
         fields = {":path": f"/{number}", f"x-{number}": "1", "authorization": f"secret-{number}"}
         check(decoder, gw.request_headers(fields | {"user-agent": "u" * 400}))
         check(decoder, gw.request_headers(modes=gw.protocol(int(number % 5), number)))
-    kept = [value for value in vars(decoder).values() if isinstance(value, dict)]
+        # Every turn another beginning.
+        check(decoder, gw.request_headers({":method": "POST", "accept": f"*/{number}"} | fields))
+        check(decoder, gw.request_headers({":method": "POST", "accept": f"*/{number}"} | fields))
+    kept = [value for value in vars(decoder).values() if isinstance(value, dict | deque)]
     assert max(map(len, kept)) <= HEADERS_KEPT_MAX
     assert sum(map(len, kept)) > 64
     assert "secret" not in repr(kept)
     assert "u" * 400 not in repr(kept)
+
+
+@given(
+    st.lists(
+        st.lists(
+            st.sampled_from([(":method", "POST"), ("accept", "*/*"), ("via", "a"), ("x-id", "7")]),
+            max_size=6,
+        ),
+        max_size=9,
+    )
+)
+def test_messages_that_begin_alike_are_read_alike(messages):
+    """Whatever came before, repeated names included: also where a message is the beginning of another."""
+    decoder = Decoder()
+    for pairs in messages:
+        headers = HeaderMap(headers=[HeaderValue(key=k, raw_value=v.encode()) for k, v in pairs])
+        message = ProcessingRequest(request_headers=HttpHeaders(headers=headers))
+        assert check(decoder, message.SerializeToString()) or not pairs
+
+
+def test_a_known_beginning_does_not_let_in_more_headers():
+    """The headers of the beginning count against the most that a message may have."""
+    decoder = Decoder()
+    begun = [HeaderValue(key="accept", raw_value=b"*/*"), HeaderValue(key="via", raw_value=b"a")]
+    for more in (1, 1, HEADERS_MAX - 2, HEADERS_MAX - 1):
+        others = [HeaderValue(key=f"x-{at}", raw_value=b"1") for at in range(more)]
+        message = ProcessingRequest(
+            request_headers=HttpHeaders(headers=HeaderMap(headers=[*begun, *others]))
+        )
+        assert check(decoder, message.SerializeToString()) == (more + 2 <= HEADERS_MAX)
+    assert decoder._openings
 
 
 def test_headers_that_were_kept_are_still_exact():

@@ -23,6 +23,7 @@ from bench.timing import BATCHES
 
 NAMES = (
     "decision",
+    "calls",
     "loopback",
     "bursts",
     "scoring",

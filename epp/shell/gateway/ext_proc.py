@@ -276,6 +276,8 @@ class _ExtProcCall:
             service.observer.stream_failed()
 
     def _encoded(self, answers: Sequence[Answer]) -> Iterable[bytes]:
+        if not answers:
+            return ()
         if len(answers) <= EAGER_ANSWERS_MAX:
             return [encode(answer) for answer in answers]
         return self._one_by_one(answers)

@@ -27,6 +27,7 @@ import asyncio
 import contextlib
 import math
 import socket
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -116,6 +117,8 @@ _FULL: Final = Status(Code.RESOURCE_EXHAUSTED, "the picker holds as many bytes a
 _OVER: Final = EndedCall(CANCELLED)
 """In place of the call of a stream that is closed."""
 _FRAME_HEAD_BYTES: Final = 9
+_read_head: Final = struct.Struct(">BHBBI").unpack_from
+"""Length in two parts, kind, flags and stream of a frame (RFC 9113, 4.1)."""
 _DATA, _HEADERS, _GOAWAY = 0, 1, 7
 """Types of frames."""
 _END_STREAM: Final = 1
@@ -469,15 +472,19 @@ class _Connection(asyncio.Protocol):
             stream.call = EndedCall(_NO_METHOD)
         else:
             stream.call = opener(self._peer, stream)
-        timeout_s = _timeout_s(fields.get(b"grpc-timeout", b""))
-        if timeout_s is not None:
-            stream.deadline = asyncio.get_running_loop().call_later(
-                timeout_s, stream.end, Status(Code.DEADLINE_EXCEEDED, "the deadline has passed")
-            )
+        if b"grpc-timeout" in fields:
+            self._set_deadline(stream, fields[b"grpc-timeout"])
         if event.end_stream:
             self._half_close(stream)
         elif stream.call.ended is not None:
             self.carry_on(stream)
+
+    def _set_deadline(self, stream: _Stream, timeout: bytes) -> None:
+        timeout_s = _timeout_s(timeout)
+        if timeout_s is not None:
+            stream.deadline = asyncio.get_running_loop().call_later(
+                timeout_s, stream.end, Status(Code.DEADLINE_EXCEEDED, "the deadline has passed")
+            )
 
     def _answer_plainly(self, stream_id: int) -> None:
         """To who does not speak gRPC, as gRPC has it: a status of HTTP, and no trailers."""
@@ -547,10 +554,12 @@ class _Connection(asyncio.Protocol):
                 if not self._turn.take():
                     self._put_off_stream(stream)
                     break
-                stream.answers = iter(call.receive(stream.inbox.popleft()))
+                answers = call.receive(stream.inbox.popleft())
+                stream.answers = iter(answers) if answers else None
             elif stream.half_closed and not stream.half_told:
                 stream.half_told = True
-                stream.answers = iter(call.half_close())
+                answers = call.half_close()
+                stream.answers = iter(answers) if answers else None
             else:
                 self._acknowledge(stream.stream_id, stream.unacknowledged_bytes)
                 stream.unacknowledged_bytes = 0
@@ -982,13 +991,12 @@ def _sent(out: bytes) -> dict[int, bool]:
     one -> whether the last of them ended the stream.
     """
     found: dict[int, bool] = {}
-    start = 0
-    while start < len(out):
-        head = out[start : start + _FRAME_HEAD_BYTES]
-        kind = head[3]
+    start, stop = 0, len(out)
+    while start < stop:
+        high, low, kind, flags, stream_id = _read_head(out, start)
         if kind in (_DATA, _HEADERS):
-            found[int.from_bytes(head[5:], "big")] = bool(head[4] & _END_STREAM)
-        start += _FRAME_HEAD_BYTES + int.from_bytes(head[:3], "big")
+            found[stream_id] = bool(flags & _END_STREAM)
+        start += _FRAME_HEAD_BYTES + (high << 16 | low)
     return found
 
 

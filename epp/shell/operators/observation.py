@@ -170,7 +170,8 @@ class Observation:
     def completed(self, exchange: Exchange, outcome: Outcome, now: Seconds) -> None:
         decision, usage = exchange.decision, exchange.usage
         assert decision is not None, "what completes was decided"
-        lease = decision.lease
+        lease = decision.leg.lease
+        request = lease.request
         if exchange.first_output_at_s is not None:
             self._telemetry.first_output(
                 decision,
@@ -181,15 +182,13 @@ class Observation:
             self._telemetry.by_endpoint.answered(
                 exchange.endpoint,
                 headers_s=_since(exchange, exchange.response_started_at_s),
-                ttft_s=_since(exchange, exchange.first_output_at_s)
-                if lease.request.stream
-                else None,
+                ttft_s=_since(exchange, exchange.first_output_at_s) if request.stream else None,
                 duration_s=now - exchange.started_at_s
                 if outcome.ending is Ending.COMPLETE
                 else None,
                 status=outcome.status,
                 by_gateway=outcome.by_gateway,
-                prompt_tokens=lease.request.prompt_tokens,
+                prompt_tokens=request.prompt_tokens,
                 predicted_hit_tokens=decision.predicted_tokens,
             )
         cut = self._cut and outcome.ending is Ending.CLIENT_LEFT
@@ -206,7 +205,7 @@ class Observation:
             self._recent.completed(exchange, outcome, now)
         served = outcome.ending is Ending.COMPLETE and outcome.status == HTTPStatus.OK
         if served and exchange.endpoint is not None and not outcome.by_gateway:
-            self._served(lease.request, exchange.endpoint, now)
+            self._served(request, exchange.endpoint, now)
 
     @contained
     def set_aside(self, endpoint: Endpoint) -> None:

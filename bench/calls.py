@@ -1,0 +1,77 @@
+"""How many function calls a chat takes, from its bytes to its serialised answers.
+
+Timings of one piece of code vary by 30 % on a shared machine; the number of calls does not vary. It is
+counted with `sys.setprofile`, as the mean of some hundred chats (design D34). Calls of Python
+functions and of functions written in C are counted apart. Not counted are operators, constructors of
+types written in C, and numpy's universal functions, which CPython does not report.
+
+The chats are those of `bench.decision`; what opens a session and drives it is counted with them.
+"""
+
+import sys
+from collections import Counter
+from types import FrameType
+from typing import Any, Final
+
+from msgspec import Struct
+
+from bench.decision import Chats, Decisions, Pool, Silent, telemetry_observer
+
+ENDPOINTS: Final = 100
+SIZES: Final = {
+    "2 KB": (2_000, 3, 100),
+    "8 KB": (8_000, 5, 100),
+    "450 KB": (450_000, 288, 20),
+}
+"""Size -> bytes, messages, chats a batch."""
+BATCHES: Final = 3
+
+
+class Calls(Struct, frozen=True):
+    """Function calls of one chat, on average."""
+
+    python: float
+    c: float
+    files: frozenset[str]
+    """Source files of the Python functions that were called."""
+
+
+def calls_of_chat(size: str, *, telemetry: bool) -> Calls:
+    """Count the calls of a chat of one of `SIZES`.
+
+    With `telemetry` metrics, the sampled log line and the record of recent decisions are included.
+    """
+    size_bytes, messages, batch = SIZES[size]
+    pool = Pool(ENDPOINTS)
+    observer = telemetry_observer(pool) if telemetry else Silent()
+    decisions = Decisions(pool, Chats(size_bytes, messages), observer, batch)
+    counted: Counter[str] = Counter()
+    files: set[str] = set()
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        counted[event] += 1
+        if event == "call":
+            files.add(frame.f_code.co_filename)
+
+    # The first batch fills caches of headers and labels.
+    for number in range(BATCHES + 1):
+        for chat in list(decisions.messages()):
+            if number:
+                sys.setprofile(count)
+            decisions.serve(chat)
+            sys.setprofile(None)
+        decisions.close()
+    chats = BATCHES * batch
+    # The call of `sys.setprofile` that ends the count is counted itself.
+    return Calls(counted["call"] / chats, counted["c_call"] / chats - 1, frozenset(files))
+
+
+def run() -> list[tuple[str, str]]:
+    """Rows (what, how much) for the table of `python -m bench`."""
+    rows = []
+    for size in SIZES:
+        for telemetry, how in ((False, "unobserved"), (True, "with telemetry and log")):
+            calls = calls_of_chat(size, telemetry=telemetry)
+            what = f"{size} chat over {ENDPOINTS} endpoints, {how}: calls of Python, of C functions"
+            rows.append((what, f"{calls.python:.1f}, {calls.c:.1f}"))
+    return rows

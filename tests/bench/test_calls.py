@@ -1,0 +1,42 @@
+"""What a request costs, counted in function calls (design D34)."""
+
+import sys
+
+import pytest
+
+from bench.calls import SIZES, calls_of_chat
+
+BUDGETS = {
+    ("2 KB", False): (120.0, 209.2),
+    ("2 KB", True): (148.2, 253.2),
+    ("8 KB", False): (119.5, 240.9),
+    ("8 KB", True): (147.9, 285.6),
+    ("450 KB", False): (408.6, 2994.8),
+    ("450 KB", True): (430.4, 3030.2),
+}
+"""(Size, telemetry) -> calls of Python and of C functions that one chat may take, measured with Python
+3.11 and rounded up to a tenth. If a change needs fewer, lower them: `python -m bench calls`."""
+SLACK = 1.0
+"""Calls by which a budget may be too high: as many as one that is added on every request."""
+OFF = ("/core/peers/", "/core/kv_events/", "/core/knowledge/exact", "/engines/tokens/", "/rank")
+"""Parts of paths of what a picker does not use unless it is configured."""
+
+
+@pytest.mark.parametrize(("size", "telemetry"), BUDGETS)
+def test_a_chat_takes_no_more_calls_than_its_budget(size, telemetry):
+    """One more call on the path of a request fails it. So do features that are off and are asked."""
+    calls = calls_of_chat(size, telemetry=telemetry)
+    python_max, c_max = BUDGETS[size, telemetry]
+    counted = f"{calls.python:.2f} calls of Python functions, {calls.c:.2f} of C functions"
+    assert calls.python <= python_max, f"{counted}, expected at most {python_max} and {c_max}"
+    assert calls.c <= c_max, f"{counted}, expected at most {python_max} and {c_max}"
+    # Later Pythons run comprehensions without a call.
+    if sys.version_info[:2] == (3, 11):
+        assert calls.python > python_max - SLACK, f"{counted}: lower the budget of {python_max}"
+        assert calls.c > c_max - SLACK, f"{counted}: lower the budget of {c_max}"
+    off = {file for file in calls.files for part in OFF if part in file}
+    assert not off, f"features that are off are called: {', '.join(sorted(off))}"
+
+
+def test_every_size_has_a_budget():
+    assert {size for size, _ in BUDGETS} == SIZES.keys()

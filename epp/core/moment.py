@@ -17,7 +17,7 @@ class PlacedMedia(Struct, frozen=True, gc=False):
     length: int
 
 
-class Moment(Struct, frozen=True, kw_only=True):
+class Moment(Struct, frozen=True, kw_only=True, gc=False):
     """Set by the scheduler with each request that it decides; plugins read it as `request.moment`."""
 
     replicas_unheard: int = 0

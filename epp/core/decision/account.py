@@ -150,7 +150,7 @@ class Leg(Ranking, frozen=True, kw_only=True, dict=True):
         return predicted_tokens(self.matched_blocks, self.block_tokens, self.request.prompt_tokens)
 
 
-class Account(Struct, frozen=True, kw_only=True):
+class Account(Struct, frozen=True, kw_only=True, gc=False):
     """One decision."""
 
     number: int

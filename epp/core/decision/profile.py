@@ -142,7 +142,7 @@ def _headers(
     return found
 
 
-class Kept(Struct, frozen=True):
+class Kept(Struct, frozen=True, gc=False):
     """What the filters left, and whom each of them dropped."""
 
     candidates: Candidates
@@ -157,7 +157,7 @@ class Kept(Struct, frozen=True):
         return {name: len(slots) for name, slots in self.dropped.items()}
 
 
-class Scored(Struct, frozen=True):
+class Scored(Struct, frozen=True, gc=False):
     """Scores of n candidates."""
 
     total: Floats

@@ -88,7 +88,7 @@ SENT_MAX: Final = 16_384
 """Decisions that wait to be told to peers: of more the oldest are not told."""
 
 
-class Decision(Struct, frozen=True, kw_only=True):
+class Decision(Struct, frozen=True, kw_only=True, gc=False):
     """Where a request goes, and what is answered with it."""
 
     account: Account
@@ -164,7 +164,7 @@ class Decision(Struct, frozen=True, kw_only=True):
         return found
 
 
-class _Offered(Struct, frozen=True):
+class _Offered(Struct, frozen=True, gc=False):
     """Who was there before the ranking."""
 
     ready: int

@@ -58,7 +58,7 @@ _NOTHING: Final = np.zeros(())
 NO_COLUMNS: Final[Mapping[str, Floats]] = MappingProxyType({})
 
 
-class Affinity(Struct, frozen=True, eq=False):
+class Affinity(Struct, frozen=True, eq=False, gc=False):
     """What an affinity index answers: `matched[i]` of `total`, in the index's own unit.
 
     From an index, `matched` is int64 by endpoint slot; from `Candidates`, by candidate. So are the

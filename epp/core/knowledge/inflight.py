@@ -50,7 +50,7 @@ class Ending(StrEnum):
     """The gateway shows no responses: the work goes on, unseen."""
 
 
-class Outcome(Struct, frozen=True, kw_only=True):
+class Outcome(Struct, frozen=True, kw_only=True, gc=False):
     """What `Scheduler.complete` is told."""
 
     ending: Ending = Ending.COMPLETE
@@ -88,7 +88,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
         return self.ending is Ending.COMPLETE and not self.unserved
 
 
-class Lease(Struct, eq=False):
+class Lease(Struct, eq=False, gc=False):
     """One request's share of an endpoint's load. Only the ledger writes to it, and `ejection`."""
 
     request: InferenceRequest

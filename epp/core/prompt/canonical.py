@@ -204,7 +204,17 @@ def write_messages(fields: list[bytes], messages: list[Message]) -> None:
         # A message that is written is dropped, so that the join finds only one other copy of its text.
         message = messages.pop()
         content = message.content
-        if isinstance(content, str) and message == Message(message.role, content):
+        if (
+            isinstance(content, str)
+            and message.name is None
+            and message.tool_call_id is None
+            and message.reasoning is None
+            and message.reasoning_content is None
+            and message.refusal is None
+            and message.audio is None
+            and message.tool_calls is None
+            and message.function_call is None
+        ):
             # Nearly every message is a text alone. It takes no call, because a conversation has hundreds.
             fields += (message.role.encode(), ROLE, content.encode(), TEXT, MESSAGE)
         else:

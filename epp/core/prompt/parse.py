@@ -62,7 +62,7 @@ MODEL_MEMBERS_MAX: Final = 5_000
 """Members `model`, at any depth, among which a rewrite looks for those at the top level."""
 
 
-class Parsed(Struct, frozen=True, kw_only=True):
+class Parsed(Struct, frozen=True, kw_only=True, gc=False):
     """A request that may be scheduled."""
 
     request: InferenceRequest

@@ -19,7 +19,7 @@ _CHARACTER_BYTES_MAX: Final = 4
 """Of one in UTF-8."""
 
 
-class InferenceRequest(Struct, frozen=True, kw_only=True):
+class InferenceRequest(Struct, frozen=True, kw_only=True, gc=False):
     """One request, parsed once: a value, of which two tables keep what was computed of it.
 
     `prompts` are canonical bytes (`core/prompt/parse`), one item a prompt; `without_prompts` lets

@@ -59,7 +59,7 @@ class BodyModes(Struct, frozen=True):
     """The number of a mode that is not known, if there is one."""
 
 
-class RequestHeaders(Struct, frozen=True):
+class RequestHeaders(Struct, frozen=True, gc=False):
     headers: Mapping[str, str]
     """Lower-case names."""
     end_of_stream: bool
@@ -68,17 +68,17 @@ class RequestHeaders(Struct, frozen=True):
     """The subset hint of this message; None: it carries none; (): empty or malformed."""
 
 
-class RequestBody(Struct, frozen=True):
+class RequestBody(Struct, frozen=True, gc=False):
     body: bytes
     end_of_stream: bool
     subset: tuple[str, ...] | None = None
 
 
-class RequestTrailers(Struct, frozen=True):
+class RequestTrailers(Struct, frozen=True, gc=False):
     subset: tuple[str, ...] | None = None
 
 
-class ResponseHeaders(Struct, frozen=True):
+class ResponseHeaders(Struct, frozen=True, gc=False):
     headers: Mapping[str, str]
     end_of_stream: bool
     modes: BodyModes | None = None
@@ -86,7 +86,7 @@ class ResponseHeaders(Struct, frozen=True):
     """The endpoint that serves, if the gateway tells: "ip:port"."""
 
 
-class ResponseBody(Struct, frozen=True):
+class ResponseBody(Struct, frozen=True, gc=False):
     body: bytes
     end_of_stream: bool
 
@@ -105,7 +105,7 @@ Event: TypeAlias = (
 )
 
 
-class Destination(Struct, frozen=True):
+class Destination(Struct, frozen=True, gc=False):
     """Where the request goes and what changes in its headers."""
 
     endpoints: tuple[str, ...]
@@ -116,18 +116,18 @@ class Destination(Struct, frozen=True):
     """One more to set, whose value no other request gets."""
 
 
-class RequestHeadersAnswer(Struct, frozen=True):
+class RequestHeadersAnswer(Struct, frozen=True, gc=False):
     destination: Destination | None = None
 
 
-class RequestBodyAnswer(Struct, frozen=True):
+class RequestBodyAnswer(Struct, frozen=True, gc=False):
     """Answers a message of a buffered or streamed body; `body` replaces what Envoy holds."""
 
     destination: Destination | None = None
     body: bytes | None = None
 
 
-class RequestBodyChunk(Struct, frozen=True):
+class RequestBodyChunk(Struct, frozen=True, gc=False):
     """A piece of a full-duplex request body."""
 
     body: bytes | memoryview
@@ -138,7 +138,7 @@ class RequestTrailersAnswer(Struct, frozen=True):
     pass
 
 
-class ResponseHeadersAnswer(Struct, frozen=True):
+class ResponseHeadersAnswer(Struct, frozen=True, gc=False):
     set_headers: tuple[tuple[str, str], ...] = ()
     without_body: bool = False
     """The gateway need not show the body; it does all the same unless it allows an override."""
@@ -148,7 +148,7 @@ class ResponseBodyAnswer(Struct, frozen=True):
     pass
 
 
-class ResponseBodyChunk(Struct, frozen=True):
+class ResponseBodyChunk(Struct, frozen=True, gc=False):
     """A piece of a full-duplex response body."""
 
     body: bytes | memoryview

@@ -41,6 +41,12 @@ def calls_of_chat(size: str, *, telemetry: bool) -> Calls:
 
     With `telemetry` metrics, the sampled log line and the record of recent decisions are included.
     """
+    # Played once before, the same chats find the caches of the codec alike in every process.
+    _played(size, telemetry=telemetry)
+    return _played(size, telemetry=telemetry)
+
+
+def _played(size: str, *, telemetry: bool) -> Calls:
     size_bytes, messages, batch = SIZES[size]
     pool = Pool(ENDPOINTS)
     observer = telemetry_observer(pool) if telemetry else Silent()
@@ -53,7 +59,7 @@ def calls_of_chat(size: str, *, telemetry: bool) -> Calls:
         if event == "call":
             files.add(frame.f_code.co_filename)
 
-    # The first batch fills caches of headers and labels.
+    # The first batch fills the caches of headers and labels.
     for number in range(BATCHES + 1):
         for chat in list(decisions.messages()):
             if number:

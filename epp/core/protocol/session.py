@@ -661,6 +661,8 @@ class Session:
             self._end_response(now)
         if self._modes.response is not BodyMode.FULL_DUPLEX_STREAMED:
             return [ResponseBodyAnswer()]
+        if 0 < len(event.body) <= BODY_CHUNK_BYTES_MAX:
+            return [ResponseBodyChunk(event.body, event.end_of_stream)]
         return [
             ResponseBodyChunk(piece, last)
             for piece, last in chunks(event.body, ends=event.end_of_stream)

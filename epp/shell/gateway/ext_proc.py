@@ -278,6 +278,9 @@ class _ExtProcCall:
     def _encoded(self, answers: Sequence[Answer]) -> Iterable[bytes]:
         if not answers:
             return ()
+        if len(answers) == 1:
+            # Nearly every message: of a streamed response each chunk is one.
+            return (encode(answers[0]),)
         if len(answers) <= EAGER_ANSWERS_MAX:
             return [encode(answer) for answer in answers]
         return self._one_by_one(answers)

@@ -313,17 +313,21 @@ class Decoder:
 
 def _body(message: bytes) -> tuple[bytes, bool, int]:
     """The body of a message that begins with it, whether it ends there, and where that is."""
-    at = 2
-    length = message[1]
+    # Lengths of one and of two bytes are read without a call: every chunk of a response passes here.
+    at, length = 2, message[1]
     if length >= _LONG:
-        at, length = _long(message, 1)
+        second = message[2]
+        at, length = (3, length & 0x7F | second << 7) if second < _LONG else _long(message, 1)
     start = stop = at
     end = at + length
     if length and message[at] == _FIRST:
-        start = at + 2
-        length = message[at + 1]
+        start, length = at + 2, message[at + 1]
         if length >= _LONG:
-            start, length = _long(message, at + 1)
+            second = message[start]
+            if second < _LONG:
+                start, length = start + 1, length & 0x7F | second << 7
+            else:
+                start, length = _long(message, at + 1)
         stop = start + length
     if end > len(message):
         raise _UnusualError

@@ -122,12 +122,12 @@ class AddedTime(Parameters, frozen=True, dict=True):
 
     @cached_property
     def _delay(self) -> Floats:
-        """`prefill_delay`, as an array."""
+        """The parameter `prefill_delay`, as an array."""
         return np.array(self.prefill_delay)
 
     @cached_property
     def _own_prefill(self) -> Floats:
-        """What a prefill costs besides what it delays others."""
+        """The factor for the request's own prefill and for the blocks that it evicts, as an array."""
         return np.array(1.0 + self.eviction_cost)
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:

@@ -21,7 +21,8 @@ _GAP_S_MIN: Final = 0.002
 """Known traces have at most some hundred requests a second; seconds that are read as milliseconds
 have a thousand times their rate."""
 _GAP_S_MAX: Final = 60.0
-"""Nobody replays one request a minute; milliseconds that are read as seconds give less."""
+"""A trace to replay has more than one request a minute; one whose milliseconds are read as seconds has
+fewer."""
 
 
 def warnings_of(trace: Trace) -> list[str]:

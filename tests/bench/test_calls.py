@@ -1,4 +1,4 @@
-"""What a request costs, counted in function calls (design D34)."""
+"""A request costs so many function calls, and no more (design D34)."""
 
 import sys
 

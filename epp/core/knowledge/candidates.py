@@ -71,7 +71,7 @@ class Affinity(Struct, frozen=True, eq=False, gc=False):
 
 
 class EngineLoad(Struct, frozen=True, eq=False):
-    """What the engines of n candidates last told of their load: float64[n] each, not to be written."""
+    """The load that the engines of n candidates told last: read-only arrays, float64[n] each."""
 
     waiting_requests: Floats
     requests: Floats
@@ -448,9 +448,9 @@ class Candidates:
         return self._columns.kv_capacity_tokens[self._slot]
 
     def engine_load(self) -> EngineLoad:
-        """The four columns before this one, combined.
+        """Combine waiting and running requests, KV cache usage and KV capacity, as engines told them.
 
-        They are gathered once for all requests between two changes of what scrapes tell.
+        The result is gathered once for all requests between two changes of what scrapes tell.
         """
         columns, slot = self._columns, self._slot
         last = columns.last_load

@@ -100,7 +100,7 @@ class Lease(Struct, eq=False, gc=False):
     opened_at_s: Seconds
     """When it was sent to where it is."""
     expected: Expected | None = None
-    """What is compared with what its engine counts; None: nothing."""
+    """The prediction that is compared with the counters of the engine; None: there is none."""
     first_output_at_s: Seconds | None = None
     ahead_tokens: float = 0.0
     """Uncached prompt tokens that the endpoint had to compute then, its own included, if it is as
@@ -114,7 +114,7 @@ class Lease(Struct, eq=False, gc=False):
     recorded: dict[str, tuple[object, Any]] = field(default_factory=dict)
     """Name of an affinity index -> the index, and what its `record` returned for this request."""
     rank: int = -1
-    """Of the endpoint, that was told to serve it; -1: its engine chose."""
+    """The rank of the endpoint that was told to serve the request; -1: its engine chose."""
     probe: bool = False
     """It is to show whether an endpoint on trial is back: `ejection`."""
 

@@ -155,13 +155,13 @@ class Exchange(Struct, eq=False):
 
     started_at_s: Seconds
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Of the request, with lower-case names."""
+    """The request's headers; their names are in lower case."""
     incoming_model: str = ""
     request: InferenceRequest | None = None
     request_bytes: int = 0
     decision: Decision | None = None
     endpoint: Endpoint | None = None
-    """Who got the request, as far as is known; None too if that is nobody of the pool."""
+    """The endpoint that got the request, as far as is known; None also if it is not in the pool."""
     unseen_body: BodyMode | None = None
     """The mode that made the picker schedule without having seen the body."""
     passed_unread: bool = False
@@ -268,7 +268,7 @@ class Session:
     returned. When `finished` is true the stream is to be ended with OK.
     """
 
-    # What every stream begins with. Most streams change few of these.
+    # Every stream begins with these values, and most streams change few of them.
 
     undecoded = False
     """`carry_on` must be called in a later turn of the event loop."""
@@ -287,13 +287,13 @@ class Session:
     _body_bytes = 0
     _pieces = 0
     _endless = False
-    """What follows the headers is another protocol, in pieces as it likes."""
+    """The bytes after the headers belong to another protocol, which may send pieces of any size."""
     _taken_bytes = 0
-    """Of the budget, by this stream."""
+    """This stream has taken so many bytes of the budget."""
     _encoded: EncodedBody | None = None
     """The decoder of the body, until it is read; None if the body has no content encoding."""
     _decoding_bytes = 0
-    """Of the budget, what the decoder and its output hold."""
+    """The decoder and its output hold so many of these bytes."""
     _recoded = False
     """The body was decoded. If it is changed, its encoding is gone."""
     _read: Callable[[Seconds], list[Answer]] | None = None
@@ -696,7 +696,8 @@ class Session:
         if self._body_bytes > limit:
             return self._refuse(_too_large(limit))
         if self._pieces > PIECES_FREE and self._in_small_pieces():
-            return self._refuse(_SMALL_PIECES)
+            sentence = f"the request body comes in pieces of less than {PIECE_MEAN_BYTES_MIN} bytes"
+            return self._refuse(_bad_request(sentence, None))
         more_bytes = piece_bytes + PIECE_BYTES
         if not self._budget.take(more_bytes, self._taken_bytes):
             return self._refuse(_BODIES_HELD)
@@ -821,7 +822,7 @@ class Session:
                 answered.append(RequestTrailersAnswer())
             return answered
 
-        # What was read is what came, unless the model was rewritten.
+        # The body is still the object that came, unless the model was rewritten.
         changed = None if parsed.body is body else parsed.body
         text = parsed.decoded or parsed.body
         return self._place(_Pending(parsed.request, changed, answers, text), now)
@@ -930,7 +931,8 @@ class Session:
     def _schedule(
         self, request: InferenceRequest, changed_body: bytes | None, now: Seconds
     ) -> Destination | Refusal:
-        priority = self._priority()
+        objective = _first(self._headers, OBJECTIVE_HEADERS)
+        priority = self._priority(objective) if objective else 0
         if self._subset is not None or priority:
             request = structs.replace(request, subset=self._subset, priority=priority)
         exchange = self._exchange
@@ -951,16 +953,7 @@ class Session:
         self._observer.decided(exchange)
         return self._destination(decision, request, changed_body)
 
-    def _priority(self) -> int:
-        headers = self._headers
-        for name in OBJECTIVE_HEADERS:
-            if name in headers:
-                return self._priority_of(headers[name])
-        return 0
-
-    def _priority_of(self, objective: str) -> int:
-        if not objective:
-            return 0
+    def _priority(self, objective: str) -> int:
         priority = self._settings.priorities.get(objective)
         if priority is None:
             self._observer.unknown_objective()
@@ -1097,11 +1090,6 @@ def _status(headers: Mapping[str, str]) -> int | None:
     return int(status) if status.isascii() and status.isdigit() else None
 
 
-_SMALL_PIECES: Final = Refusal(
-    reason=RefusalReason.BAD_REQUEST,
-    status=400,
-    message=f"the request body comes in pieces of less than {PIECE_MEAN_BYTES_MIN} bytes",
-)
 _BODIES_HELD: Final = Refusal(
     reason=RefusalReason.BODIES_HELD,
     status=503,

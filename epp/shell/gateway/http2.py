@@ -424,7 +424,7 @@ class _Connection(asyncio.Protocol):
     def _contained(self, stream_id: int, do: Callable[..., None], *about: object) -> None:
         try:
             do(*about)
-        except Exception:  # noqa: BLE001  as above
+        except Exception:  # noqa: BLE001  the boundary of a stream, as in `turn`
             self._defect(stream_id)
 
     def _defect(self, stream_id: int) -> None:
@@ -567,6 +567,7 @@ class _Connection(asyncio.Protocol):
                 self._acknowledge(stream.stream_id, stream.unacknowledged_bytes)
                 stream.unacknowledged_bytes = 0
                 break
+        # Nearly every stream holds nothing here, and then there is nothing to count.
         holds = stream.taken_bytes or stream.messages.held_bytes or stream.inbox
         if holds and not self._hold(stream):
             stream.answers = None

@@ -48,7 +48,7 @@ from epp.shell.gateway.ext_proc_messages import ProcessingRequest
 HEADERS_KEPT_MAX: Final = 1_024
 NAMES_KEPT_MAX: Final = 1_024
 OPENINGS_KEPT_MAX: Final = 4
-"""Kinds of clients of which the first headers are recognised together."""
+"""The decoder recognises the first headers of so many kinds of clients together."""
 OPENING_BYTES_MAX: Final = 2_048
 MODES_KEPT_MAX: Final = 64
 MODES_KEPT_BYTES_MAX: Final = 32
@@ -94,7 +94,7 @@ class _Opening(Struct, frozen=True, eq=False):
     """The first headers of messages of one kind of client, none of which is a secret."""
 
     spelled: bytes
-    """As they are in the message."""
+    """The headers as the message spells them."""
     headers: dict[str, str]
     counted: range
     """Counts the headers that may follow them."""
@@ -255,6 +255,7 @@ class Decoder:
                 headers[pair[0]] = pair[1]
                 continue
             if known_to:
+                # The first header that is not kept ends the opening, if it is longer than the one known.
                 if field_at > known_to:
                     self._learn_opening(message[begin:field_at], headers, _COUNTED[count:])
                 known_to = 0

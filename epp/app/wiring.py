@@ -133,6 +133,9 @@ class EndpointPicker:
             self._could_not,
             self._history,
         )
+        self.scheduler.keeps_costs = bool(
+            flags.decision_records_keep or flags.decisions_dir or flags.explain_headers
+        )
         self.peers = Peers(
             flags,
             self.exchange,

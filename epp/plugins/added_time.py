@@ -87,6 +87,7 @@ class AddedTime(Parameters, frozen=True, dict=True):
         tells_cost=True,
     )
     cost_unit: ClassVar[str] = "s"
+    first_token_parts: ClassVar[tuple[str, ...]] = ("queue", "prefill", "adapter")
     producer_type: ClassVar[str] = "approx-prefix-cache-producer"
 
     prefix_match_info_producer_name: str = ""
@@ -96,6 +97,9 @@ class AddedTime(Parameters, frozen=True, dict=True):
     eviction_cost: Annotated[float, Meta(ge=0, le=100)] = 2.0
     """Tokens that are computed again for each that is computed here: caches are full, so that its blocks
     evict others', and the next turn of this prompt goes where it went."""
+    first_token_weight: Annotated[float, Meta(ge=0, le=100)] = 0.0
+    """How much more a second weighs that the request itself waits for its first token (the queue, its own
+    prefill, its adapter) than a second that it takes from others; 0: as much."""
     decode_tokens: Annotated[int, Meta(ge=1)] = 256
     """Of an answer, at most; fewer where the request has a lower limit, or where engines count that answers
     of the pool have fewer on average."""
@@ -126,9 +130,14 @@ class AddedTime(Parameters, frozen=True, dict=True):
         return np.array(self.prefill_delay)
 
     @cached_property
+    def _own_wait(self) -> Floats:
+        """The factor for what the request waits before its own prefill begins, as an array."""
+        return np.array(1.0 + self.first_token_weight)
+
+    @cached_property
     def _own_prefill(self) -> Floats:
         """The factor for the request's own prefill and for the blocks that it evicts, as an array."""
-        return np.array(1.0 + self.eviction_cost)
+        return np.array(1.0 + self.first_token_weight + self.eviction_cost)
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         prompt_tokens = float(request.prompt_tokens)
@@ -152,6 +161,7 @@ class AddedTime(Parameters, frozen=True, dict=True):
             unseen *= held_up
             unseen *= np.array(to_compute.item(to_compute.argmin()))
             cost += unseen
+        cost *= self._own_wait
         prefill = to_compute * _ATTENTION
         prefill += np.array(1.0 + prompt_tokens / ATTENTION_TOKENS)
         prefill *= to_compute
@@ -168,7 +178,7 @@ class AddedTime(Parameters, frozen=True, dict=True):
         if adapters_reported or not candidates.prefill_alike:
             cost /= candidates.prefill_tokens_per_s
         if adapters_reported:
-            self._add_adapter(cost, request, candidates)
+            cost += self._adapter_s(request, candidates) * self._own_wait
         return scores_of_cost(cost)
 
     def cost_parts(
@@ -193,17 +203,23 @@ class AddedTime(Parameters, frozen=True, dict=True):
             context * (decode_tokens * DECODE_SHARE), decode_tokens,
         )  # fmt: skip
         if candidates.adapters_reported:
-            self._add_adapter(adapter, request, candidates)
+            adapter = self._adapter_s(request, candidates)
+        queue = candidates.inflight_prefill_tokens + queued
+        speed = candidates.prefill_tokens_per_s
+        first_token = (queue + prefill) / speed + adapter
         tokens = {
-            "queue": candidates.inflight_prefill_tokens + queued,
+            "queue": queue,
             "prefill": prefill,
             "delay of others": self.prefill_delay * requests * prefill,
             "evictions": self.eviction_cost * prefill,
             "decoding": decode_tokens * DECODE_SHARE * (context + requests * prompt_tokens),
             "memory": memory,
         }
-        speed = candidates.prefill_tokens_per_s
-        return {name: cost / speed for name, cost in tokens.items()} | {"adapter": adapter}
+        return {
+            **{name: cost / speed for name, cost in tokens.items()},
+            "adapter": adapter,
+            "first token": self.first_token_weight * first_token,
+        }
 
     def _add_memory(
         self,
@@ -270,11 +286,14 @@ class AddedTime(Parameters, frozen=True, dict=True):
             return ""
         return request.session_id or request.headers.get("x-session-id", "")
 
-    def _add_adapter(self, cost: Floats, request: InferenceRequest, candidates: Candidates) -> None:
-        """Add what it takes to have the adapter of `request` there, where it is told of them."""
+    def _adapter_s(self, request: InferenceRequest, candidates: Candidates) -> Floats:
+        """float64[n]: seconds until each has the adapter of `request`, and what its slot costs others.
+
+        A candidate that reports no adapters is taken for the median of those that do.
+        """
         adapters = candidates.adapter_state
         generation = adapters.generation
-        wait = np.full(len(cost), float(self.adapter_wait), dtype=np.float64)
+        wait = np.full(len(generation), float(self.adapter_wait), dtype=np.float64)
         room = np.where(
             generation > 1,
             (adapters.resident_count < adapters.slots_max) | (adapters.idle_count > 0),
@@ -282,8 +301,10 @@ class AddedTime(Parameters, frozen=True, dict=True):
         )
         wait[room] = float(self.adapter_load)
         wait[adapters.active(request.model) | adapters.on_gpu(request.model)] = 0.0
-        wait[generation == 0] = 0.0
-        cost += wait
+        silent = generation == 0
+        if silent.any():
+            wait[silent] = 0.0 if silent.all() else np.median(wait[~silent])
+        return wait
 
 
 def _told(column: Floats, old: Bools | None, nobody: float = 0.0) -> Floats:

@@ -65,13 +65,12 @@ def test_requests_of_others_count_where_scrapes_show_them():
 
 
 def test_an_adapter_is_loaded_only_where_that_is_cheaper_than_to_wait():
-    """Active is free, a free slot takes a load, full slots take a wait; who tells nothing is free."""
+    """An active adapter is free, a free slot takes a load, and full slots take a wait."""
     busy = lora("b", "c", slots_max=2)
     for reports, expected in (
         ([lora("a", "b", slots_max=2), busy, lora("b", slots_max=2)], 0),
         ([busy, lora("b", slots_max=2)], 1),
         ([busy, resident(gpu=("b", "c"), active=("b",), slots_max=2)], 1),
-        ([resident(gpu=("b", "c"), active=("b", "c"), slots_max=2), busy, None], 2),
     ):
         found = best(
             request(model="a", prompt_tokens=640),
@@ -79,6 +78,62 @@ def test_an_adapter_is_loaded_only_where_that_is_cheaper_than_to_wait():
             adapters=reports,
         )
         assert found == [expected]
+
+
+@pytest.mark.parametrize(
+    ("reports", "expected"),
+    [
+        ([lora(slots_max=2), None], [0, 1]),
+        ([lora("b", slots_max=2), None, lora("b", "c", slots_max=2)], [0]),
+        ([lora("a", slots_max=2), None], [0, 1]),
+        (
+            [lora("b", "c", slots_max=2), lora("a", slots_max=2), lora("a", slots_max=2), None],
+            [1, 2, 3],
+        ),
+    ],
+)
+def test_a_pod_that_reports_no_adapters_is_the_median_of_those_that_do(reports, expected):
+    """A pod that is silent about adapters is neither better nor worse than the others."""
+    asked = request(model="a", prompt_tokens=640)
+    assert best(asked, matched_blocks=[0] * len(reports), adapters=reports) == expected
+
+
+@pytest.mark.parametrize("weight", [0.0, 2.0, 7.5])
+def test_the_weight_counts_what_the_request_waits_for_its_first_token(weight):
+    """Each second of queue, prefill and adapter counts once more, `weight` times; nothing else does."""
+    columns = candidates(
+        matched_blocks=[BLOCKS, 0, 4],
+        total_blocks=BLOCKS,
+        prompt_tokens=640,
+        waiting_requests=[3.0, 0.0, 1.0],
+        running_requests=[5.0, 2.0, 1.0],
+        inflight_requests=[2, 0, 1],
+        inflight_prefill_tokens=[9_000.0, 100.0, 0.0],
+        adapters=[lora("a", slots_max=2), lora("b", slots_max=2), lora("b", "c", slots_max=2)],
+    )
+    asked = request(model="a", prompt_tokens=640)
+    plain = AddedTime(first_token_weight=0.0).cost_parts(asked, columns)
+    parts = AddedTime(first_token_weight=weight).cost_parts(asked, columns)
+    own = sum(plain[name] for name in AddedTime.first_token_parts)
+    np.testing.assert_allclose(parts.pop("first token"), weight * own)
+    assert not plain.pop("first token").any()
+    for name, part in plain.items():
+        np.testing.assert_array_equal(parts[name], part)
+    scores = AddedTime(first_token_weight=weight).score(asked, columns)
+    np.testing.assert_allclose(
+        scores, scores_of_cost(sum(plain.values()) + weight * own), atol=1e-9
+    )
+
+
+def test_the_greater_the_weight_the_sooner_the_first_token():
+    """At one pod prompts wait, at the other requests decode: the weight decides between them."""
+    pool = {
+        "matched_blocks": [0, 0],
+        "inflight_prefill_tokens": [900.0, 0.0],
+        "inflight_requests": [0, 3],
+    }
+    assert best(plugin=AddedTime(first_token_weight=0.0), **pool) == [0]
+    assert best(plugin=AddedTime(first_token_weight=10.0), **pool) == [1]
 
 
 def test_pickers_that_do_not_hear_each_other_believe_alike():
@@ -192,8 +247,12 @@ ROW = st.tuples(
 )  # fmt: skip
 
 
-@given(rows=st.lists(ROW, min_size=1, max_size=5), output=st.none() | st.integers(1, 900))
-def test_the_parts_of_the_cost_add_up_to_what_the_score_goes_by(rows, output):
+@given(
+    rows=st.lists(ROW, min_size=1, max_size=5),
+    output=st.none() | st.integers(1, 900),
+    weight=st.floats(0, 10),
+)
+def test_the_parts_of_the_cost_add_up_to_what_the_score_goes_by(rows, output, weight):
     """Whatever is known of the pool: what is told afterwards is what decided."""
     waiting, running, usage, inflight, tokens, matched, age, sized = zip(*rows, strict=True)
     reports = [lora("a", "b", slots_max=2) if big else None for big in sized]
@@ -213,9 +272,10 @@ def test_the_parts_of_the_cost_add_up_to_what_the_score_goes_by(rows, output):
         50_000.0 if big else math.nan for big in sized
     ]
     asked = request(model="c", prompt_tokens=640, output_tokens_max=output)
-    parts = AddedTime().cost_parts(asked, columns)
+    plugin = AddedTime(first_token_weight=weight)
+    parts = plugin.cost_parts(asked, columns)
     assert all((part >= 0).all() for part in parts.values())
-    expected = AddedTime().score(asked, columns)
+    expected = plugin.score(asked, columns)
     np.testing.assert_allclose(scores_of_cost(sum(parts.values())), expected, atol=1e-6)
 
 

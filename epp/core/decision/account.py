@@ -13,6 +13,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from msgspec import Struct
 
+from epp.core.decision.costs import Cost
 from epp.core.decision.decisive import decisive
 from epp.core.decision.plugin import TellsCost
 from epp.core.decision.profile import Scored
@@ -70,12 +71,7 @@ class Ranking(Struct, frozen=True, kw_only=True, dict=True):
     @_FoundOnce
     def runner_up(self) -> int | None:
         """Position of the best candidate that was not chosen; None: there was one alone."""
-        total = self.scored.total
-        if len(total) < 2:
-            return None
-        rest = total.copy()
-        rest[self.picked] = -math.inf
-        return int(rest.argmax())
+        return runner_up_of(self.scored, self.picked)
 
     @_FoundOnce
     def decided_by(self) -> tuple[str, ...]:
@@ -112,6 +108,8 @@ class Leg(Ranking, frozen=True, kw_only=True, dict=True):
     block_tokens: int
     rank: int | None = None
     """Of `endpoint`, that was told to serve; None: its engine chooses, or has no others."""
+    costs: tuple[Cost, ...] | None = None
+    """What the `tellers` said during the decision; None: the numbers of two endpoints tell it again."""
 
     @property
     def request(self) -> InferenceRequest:
@@ -144,6 +142,11 @@ class Leg(Ranking, frozen=True, kw_only=True, dict=True):
             matched_blocks=self.matched_blocks,
         )
 
+    @_FoundOnce
+    def matched_most(self) -> int:
+        """The most leading blocks of the prompt that any candidate is believed to hold."""
+        return self.candidates.matched_most()
+
     @property
     def predicted_tokens(self) -> int:
         """Tokens of the prompt that the chosen endpoint is believed to hold."""
@@ -163,6 +166,15 @@ class Account(Struct, frozen=True, kw_only=True, gc=False):
     def leg(self) -> Leg:
         """Of the endpoint that the gateway sends the request to."""
         return self.legs[0]
+
+
+def runner_up_of(scored: Scored, picked: int) -> int | None:
+    """Position of the best candidate beside the one that was `picked`; None: there is no other."""
+    if scored.total.size < 2:
+        return None
+    rest = scored.total.copy()
+    rest[picked] = -math.inf
+    return int(rest.argmax())
 
 
 def decided_by(

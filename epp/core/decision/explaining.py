@@ -6,10 +6,9 @@ from typing import Final
 from msgspec import Struct
 
 from epp.core.decision.account import Leg
-from epp.core.decision.costs import Cost, cost_of
+from epp.core.decision.costs import Cost, cost_of, rebuilt_pair
 from epp.core.decision.failures import PluginFailures
 from epp.core.knowledge.outliers import Outlier
-from epp.core.knowledge.rebuilt import rebuilt_candidates
 
 ENDPOINT_HEADER: Final = "x-homing-endpoint"
 REASON_HEADER: Final = "x-homing-reason"
@@ -25,18 +24,22 @@ class Explained(Struct, frozen=True):
     scorer tells a cost."""
     marks: tuple[str, str]
     """What spoke against each: "slow", "failing" or ""."""
+    matched_most: int = 0
+    """The most leading blocks of the prompt that any candidate held."""
 
 
 def explained(leg: Leg, outliers: Mapping[int, Outlier]) -> Explained:
     """Note it of a `leg` that was decided just now; `outliers` by slot."""
     positions = [leg.picked] if leg.runner_up is None else [leg.picked, leg.runner_up]
     numbers: tuple[Sequence[float], ...] = ()
-    if any(leg.tellers):
+    most = 0
+    if leg.costs is None and any(leg.tellers):
+        most = leg.matched_most
         known = (leg.numbers_before, leg.runner_up_numbers)
         numbers = tuple([one for one in known if one])
     found = [outliers.get(leg.candidates.slot.item(at)) for at in positions]
     marks = [one.cause.value if one else "" for one in (*found, None)]
-    return Explained(leg, numbers, (marks[0], marks[1]))
+    return Explained(leg, numbers, (marks[0], marks[1]), most)
 
 
 def explaining_headers(noted: Explained, failures: PluginFailures) -> dict[str, str]:
@@ -69,21 +72,26 @@ def _scores(noted: Explained) -> list[str]:
 
 def _costs(noted: Explained, failures: PluginFailures) -> list[str]:
     """A phrase for each scorer that tells its cost; one that fails tells none."""
+    leg = noted.leg
+    if leg.costs is not None:
+        return [_cost(cost, noted.marks) for cost in leg.costs]
     if not noted.numbers:
         return []
-    leg = noted.leg
-    pair = rebuilt_candidates(
+    pair = rebuilt_pair(
         [leg.endpoint] * len(noted.numbers),
         noted.numbers,
         total_blocks=leg.total_blocks,
         block_tokens=leg.block_tokens,
         prompt_tokens=leg.request.prompt_tokens,
+        matched_most=noted.matched_most,
     )
+    positions = range(len(noted.numbers))
     told = []
     for name, plugin in zip(leg.scorers, leg.tellers, strict=True):
         if plugin is not None:
             try:
-                told.append(_cost(cost_of(name, plugin, leg.request, pair), noted.marks))
+                cost = cost_of(name, plugin, leg.request, pair, positions)
+                told.append(_cost(cost, noted.marks))
             except BaseException as error:  # noqa: BLE001  the boundary of a plugin
                 failures.raised(name, "cost_parts", error)
     return told
@@ -92,11 +100,15 @@ def _costs(noted: Explained, failures: PluginFailures) -> list[str]:
 def _cost(cost: Cost, marks: tuple[str, str]) -> str:
     (total, *others), (first, other) = cost.totals, map(_marked, marks)
     told = f"{cost.scorer} {total:.3g} {cost.unit}{first}"
-    if not others:
-        return f"{told}, the only candidate"
-    by = " and ".join(cost.decided_by)
-    told += f", next {others[0]:.3g} {cost.unit}{other}"
-    return f"{told}, decided by {by}" if by else told
+    if others:
+        by = " and ".join(cost.decided_by)
+        told += f", next {others[0]:.3g} {cost.unit}{other}"
+        told += f", decided by {by}" if by else ""
+    else:
+        told += ", the only candidate"
+    if cost.first_token is not None:
+        told += f", first token expected after {cost.first_token:.3g} {cost.unit}"
+    return told
 
 
 def _marked(mark: str) -> str:

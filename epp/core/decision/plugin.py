@@ -83,6 +83,9 @@ class TellsCost(Protocol):
 
     Its scores fall with the cost, by as much for each unit of it, wherever the cost is finite: so what
     any candidate cost can be told by its score and by the costs of two others.
+
+    A class may also have `first_token_parts`, a tuple of names: of the parts that the request itself waits
+    through before its first token. Their sum is then reported as the expected time to first token.
     """
 
     cost_unit: ClassVar[str]
@@ -93,9 +96,11 @@ class TellsCost(Protocol):
     ) -> Mapping[str, Floats]:
         """What adds up to the cost of each candidate: a name -> float64[n], in `cost_unit`.
 
-        Asked after the fact, never while a request is decided: of the chosen candidate and the next
-        best alone, which are made again of the numbers that were kept of them (`NUMBERS`). Of the
-        request there are the model, its numbers, and no prompt.
+        As a rule this is asked after the decision, of the chosen candidate and the next best, which are
+        built again from the numbers that were kept of them (`NUMBERS`), and of a third that stands in for
+        the one with the greatest match. The request then has its model and its numbers, and no prompt.
+        Where a cost may depend on more than that (adapters, peers that are not heard, reports that are
+        missing or old), it is asked of all candidates during the decision.
         """
         ...
 

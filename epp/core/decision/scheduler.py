@@ -15,7 +15,8 @@ import numpy as np
 from msgspec import Struct, structs
 
 from epp.core.abilities import Abilities
-from epp.core.decision.account import Account, Leg, predicted_tokens
+from epp.core.decision.account import Account, Leg, predicted_tokens, runner_up_of
+from epp.core.decision.costs import FRESH_S_MAX, Cost, cost_of
 from epp.core.decision.failures import PluginFailures, affinity_fault
 from epp.core.decision.inputs import (
     NO_EFFECTS,
@@ -250,6 +251,9 @@ class Scheduler:
         """They were malformed, or their endpoint was never scraped or has restarted."""
         self.rank_choices: dict[RankChoice, int] = {}
         """Requests sent to an endpoint with several ranks; empty, where no plugin chooses ranks."""
+        self.keeps_costs = False
+        """Somebody will ask what decisions were made of: what scorers of costs say is then kept with those
+        decisions of which it cannot be worked out later."""
         self.sent: deque[Sent] | None = None
         """What peers are to be told, oldest first; None: there are none."""
         self.witness: Witness | None = None
@@ -514,6 +518,23 @@ class Scheduler:
             known = candidates.affinity(name)
             indexes[name] = tokens * known.matched.item(position) // max(1, known.total)
         return structs.replace(expected, indexes=indexes)
+
+    def _costs(
+        self, request: InferenceRequest, candidates: Candidates, scored: Scored, picked: int
+    ) -> tuple[Cost, ...]:
+        """What each scorer of costs says of the chosen endpoint and of the next best; a scorer that fails
+        is counted, and says nothing.
+        """
+        second = runner_up_of(scored, picked)
+        positions = (picked,) if second is None else (picked, second)
+        told: list[Cost] = []
+        for name, teller in zip(self._scorer_names, self._tellers, strict=True):
+            if teller is not None:
+                try:
+                    told.append(cost_of(name, teller, request, candidates, positions))
+                except BaseException as error:  # noqa: BLE001  the boundary of a plugin
+                    self.failures.raised(name, "cost_parts", error)
+        return tuple(told)
 
     def _withdraw(self, lease: Lease, slot: int) -> None:
         if lease.expected is not None:
@@ -875,8 +896,24 @@ class Scheduler:
         """Record the choice in the same step that makes it, so that the next one sees it."""
         first = picked[0]
         slot = candidates.slot.item(first)
+        costs = None
+        if self.keeps_costs:
+            columns = self.pool.columns
+            load = columns.last_load
+            # In these cases a cost depends on more than the numbers of two endpoints that are kept: a
+            # scorer takes the median of others where a report is missing or old. No call, because every
+            # request passes here.
+            if (
+                columns.adapters_reported
+                or self.replicas_unheard
+                or now - columns.observed_since_s > FRESH_S_MAX
+                or (load is not None and not load[2].complete)
+            ):
+                costs = self._costs(request, candidates, scored, first)
         matched, total = candidates.prefix_match(first)
-        uncached = max(0.0, float(request.prompt_tokens - matched * self.settings.block_tokens))
+        uncached = float(request.prompt_tokens - matched * self.settings.block_tokens)
+        if uncached < 0.0:  # noqa: PLR1730  a comparison is no call
+            uncached = 0.0
         lease = self.ledger.open(
             request, slot, matched_blocks=matched, prefill_tokens=uncached, now=now
         )
@@ -914,6 +951,7 @@ class Scheduler:
             total_blocks=total,
             block_tokens=self.settings.block_tokens,
             rank=rank,
+            costs=costs,
         )
         account = Account(number=self.decisions, request=kept, legs=(leg,), shadow=verdict)
         return Decision(

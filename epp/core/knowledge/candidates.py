@@ -621,6 +621,14 @@ class Candidates:
         known = self._affinities.get(self._prefix)
         return (0, 0) if known is None else (int(known.matched[self._slot[position]]), known.total)
 
+    def matched_most(self) -> int:
+        """The most `matched_blocks` of any candidate."""
+        known = self._affinities.get(self._prefix)
+        if known is None:
+            return 0
+        matched = known.matched[self._slot]
+        return matched.item(matched.argmax())
+
     def inflight_requests_of(self, position: int) -> int:
         """`inflight_requests` of one candidate."""
         columns = self._columns

@@ -41,4 +41,4 @@ def test_parts_that_are_none_are_refused():
             return {"all": np.zeros(3)}
 
     with pytest.raises(CostError, match="float64"):
-        cost_of("a", Broken(), make_request(), [None, None])
+        cost_of("a", Broken(), make_request(), [None, None], (0, 1))

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from epp.core.decision.account import predicted_tokens
+from epp.core.decision.costs import Cost
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.protocol.session import Exchange, StreamFailure
 from epp.core.types import Seconds
@@ -85,6 +86,10 @@ class Decided(Struct, frozen=True, gc=False, array_like=True):
     """What the shadow profile would have done; None: there is none."""
     answer_tokens: float | None = None
     """As of `Moment`."""
+    matched_most: int = 0
+    """The most blocks that any candidate held; 0: it does not matter."""
+    costs: tuple[Cost, ...] | None = None
+    """As of `Leg`."""
 
 
 class Refused(Struct, frozen=True, gc=False, array_like=True):

@@ -13,11 +13,11 @@ import numpy as np
 from msgspec import Struct
 
 from epp.core.decision.account import Ranking, decided_by, rounded_parts
-from epp.core.decision.costs import DIGITS, Cost, cost_by_score, cost_of
+from epp.core.decision.costs import DIGITS, Cost, cost_by_score, cost_of, rebuilt_pair
 from epp.core.decision.plugin import TellsCost
 from epp.core.decision.profile import Scored
 from epp.core.knowledge.candidates import NUMBERS, Candidates
-from epp.core.knowledge.rebuilt import numbers_before, rebuilt_candidates
+from epp.core.knowledge.rebuilt import numbers_before
 from epp.core.moment import Moment
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint
@@ -99,7 +99,9 @@ def decided_row(
     known = {"endpoint": _numbers(before)}
     if runner_up:
         known["runner_up"] = _numbers(told.runner_up_numbers)
+    expected_s = None
     if cost is not None:
+        expected_s = cost.first_token if cost.unit == "s" else None
         for score, total in zip((chosen, runner_up), cost.totals, strict=False):
             if score is not None:
                 score |= {"cost": round(total, DIGITS), "unit": cost.unit}
@@ -132,6 +134,7 @@ def decided_row(
         "runner_up": runner_up,
         "decided_by": list(decided_by(names, told.parts, other_parts)) if runner_up else [],
         "by_blocks": list(setting.by_blocks),
+        "expected_first_token_s": None if expected_s is None else round(expected_s, DIGITS),
         "costs": [_cost_row(told, one) if isinstance(one, Cost) else one for one in costs],
         "known": known,
         "outcome": outcome_row(end, served),
@@ -314,7 +317,10 @@ def _costs(told: Decided, setting: Setting, before: Sequence[float]) -> list[Cos
     """
     if not any(setting.costs):
         return []
+    if told.costs is not None:
+        return list(told.costs)
     pair = _pair(told, before)
+    positions = range(2 if told.runner_up else 1)
     asked = InferenceRequest(
         request_id=told.request_id,
         model=told.model,
@@ -328,7 +334,7 @@ def _costs(told: Decided, setting: Setting, before: Sequence[float]) -> list[Cos
         if scorer is None:
             continue
         try:
-            found.append(cost_of(name, scorer, asked, pair))
+            found.append(cost_of(name, scorer, asked, pair, positions))
         except BaseException as error:  # noqa: BLE001  the boundary of a plugin: the rest is told all the same
             found.append({"scorer": name, "failed": type(error).__name__})
     return found
@@ -339,12 +345,13 @@ def _pair(told: Decided, before: Sequence[float]) -> Candidates:
     numbers = {told.endpoint: before}
     if told.runner_up:
         numbers[told.runner_up] = told.runner_up_numbers
-    return rebuilt_candidates(
+    return rebuilt_pair(
         [Endpoint(endpoint_id=name, name=name, address="") for name in numbers],
         list(numbers.values()),
         total_blocks=told.total_blocks,
         block_tokens=told.block_tokens,
         prompt_tokens=told.prompt_tokens,
+        matched_most=told.matched_most,
     )
 
 

@@ -52,7 +52,10 @@ def _decision(row: _Row) -> list[str]:
     if "shadow" in row:
         lines.append(_shadow(row["shadow"]))
     lines += _others(row)
-    lines += [_scored(row), _predicted(row), _ended(row)]
+    lines += [_scored(row), _predicted(row)]
+    if row.get("expected_first_token_s") is not None:
+        lines.append(_first_token(row))
+    lines.append(_ended(row))
     return lines
 
 
@@ -213,6 +216,12 @@ def _predicted(row: _Row) -> str:
     )
     cached = (row["outcome"] or {}).get("cached_tokens")
     return told if cached is None else f"{told}, the engine found {cached}"
+
+
+def _first_token(row: _Row) -> str:
+    told = f"first token expected after {_short(row['expected_first_token_s'])} s"
+    observed_s = (row["outcome"] or {}).get("first_output_s")
+    return told if observed_s is None else f"{told}, it came after {_short(observed_s)} s"
 
 
 def _ended(row: _Row) -> str:

@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct, structs
 
-from epp.core.decision.account import Leg
+from epp.core.decision.account import Leg, runner_up_of
 from epp.core.decision.scheduler import Decision
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import ShadowVerdict
@@ -246,7 +246,12 @@ class RecentDecisions:
         slot = candidates.slot
         if scored.weights is not self._weights:
             self._remember_setting(leg)
-        second = leg.runner_up
+        # Nobody else asks for these three as a rule, so that `leg` need not remember them.
+        second = runner_up_of(scored, leg.picked)
+        numbers = candidates.numbers_of(leg.picked)
+        others = () if second is None else candidates.numbers_of(second)
+        # The greatest match counts only for requests that wait, at one of the two.
+        waits = numbers[0] != 0.0 or (others and others[0] != 0.0)
         kept = Decided(
             account.number,
             self._setting,
@@ -263,16 +268,18 @@ class RecentDecisions:
             leg.block_tokens,
             leg.ready,
             leg.eliminated if leg.dropped else {},
-            len(slot),
+            slot.size,
             leg.parts,
             leg.lease.prefill_tokens,
-            candidates.numbers_of(leg.picked),
+            numbers,
             self._generation,
             self._states_told,
             "" if second is None else candidates.name_of(second),
             b"" if second is None else scored.scores[:, second].tobytes(),
-            () if second is None else candidates.numbers_of(second),
+            others,
             answer_tokens=request.moment.answer_tokens,
+            matched_most=candidates.matched_most() if waits else 0,
+            costs=leg.costs,
         )
         self._wait(
             _Deciding(

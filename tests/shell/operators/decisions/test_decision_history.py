@@ -215,7 +215,8 @@ def test_what_the_queue_cannot_hold_is_dropped_and_counted(tmp_path, monkeypatch
     keeping.decide(1, request_id="after")
     keeping.end()
     found = keeping.read()
-    assert [one.records for one in found if isinstance(one, PastLoss)] == [dropped]
+    # Between two losses a record may be small enough for the room that was left.
+    assert sum(one.records for one in found if isinstance(one, PastLoss)) == dropped
     assert "after" in {one.told.request_id for one in decisions(found)}
 
 

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from epp.core.abilities import Abilities
-from epp.core.decision.inputs import PageScraped, PoolReplaced, Reconfigured, ServedBy
+from epp.core.decision.inputs import (
+    PageScraped,
+    PeersUnheard,
+    PoolReplaced,
+    Reconfigured,
+    ServedBy,
+)
 from epp.core.decision.profile import NamedFilter, SchedulingProfile, WeightedScorer
 from epp.core.decision.scheduler import Scheduler
 from epp.core.decision.settings import SchedulerSettings
@@ -21,7 +27,7 @@ from epp.plugins.added_time import AddedTime
 from epp.shell.operators.decisions.endpoint_states import EndpointState
 from epp.shell.operators.decisions.explanation import explanation
 from epp.shell.operators.decisions.recent_decisions import RecentDecisions, Wanted
-from tests.builders import PREFIX, endpoint
+from tests.builders import PREFIX, endpoint, lora
 from tests.builders import request as make_request
 from tests.shell.operators.decisions.test_recent_decisions import Clock, exchange_of
 from tests.shell.operators.pages.test_debug_pages import REFUSAL
@@ -131,6 +137,72 @@ async def test_a_cost_is_told_by_its_parts():
     assert " s, of it evictions 0.07" in second
     assert "prefill 0.03" in second
     assert decided == "evictions decided"
+
+
+async def test_the_cost_of_an_adapter_is_among_its_parts():
+    """Where adapters are reported, parts add up to what was decided by, at a silent endpoint too."""
+    told = Told(WeightedScorer("added-time", AddedTime(), 1.0), waiting=(0.0, 0.0, 0.0))
+    told.scheduler.keeps_costs = True
+    for slot, report in enumerate((lora("b", "c", slots_max=2), lora("a", slots_max=2))):
+        metrics = EndpointMetrics(
+            waiting_requests=0.0, running_requests=0.0, kv_cache_usage=0.5, adapters=report
+        )
+        told.scheduler.take(PageScraped(slot, metrics), 0.0)
+    decision = told.decide(model="a")
+    assert decision.endpoint.name == "pod-1"
+    cost = (await told.lines())[3]
+    assert cost.startswith("  added-time of pod-1: ")
+    assert "; of runner-up pod-2: " in cost
+    assert "adapter 0.75" in cost, "the median of nothing and of a wait of 1.5 s"
+    (row,) = await told.recent.rows(1, Wanted())
+    chosen, second = (one["total"] for one in row["costs"][0]["endpoints"])
+    assert second == pytest.approx(chosen + 0.75 * (1.0 + AddedTime().first_token_weight))
+    others = [score for score in row["scores"] if score["endpoint"] == "pod-0"]
+    assert others[0]["cost"] == pytest.approx(chosen + 1.5 * (1.0 + AddedTime().first_token_weight))
+
+
+async def test_what_is_believed_of_peers_is_in_the_parts():
+    """A picker that does not hear its peers expects the prompt at one endpoint, and says so."""
+    told = Told(WeightedScorer("added-time", AddedTime(), 1.0), waiting=(0.0, 0.0, 0.0))
+    told.scheduler.keeps_costs = True
+    told.scheduler.take(PeersUnheard(2), 0.0)
+    told.decide()
+    (row,) = await told.recent.rows(1, Wanted())
+    chosen, second = (one["parts"]["prefill"] for one in row["costs"][0]["endpoints"])
+    assert chosen < 0.25 * second
+    assert row["score"]["total"] == 1.0
+    assert row["runner_up"]["total"] == 0.0
+
+
+async def test_what_others_wait_for_is_what_nobody_holds():
+    """The greatest match is at a third endpoint, and decides how much the others' requests compute."""
+    told = Told(WeightedScorer("added-time", AddedTime(), 1.0), waiting=(0.0, 0.0, 0.0))
+    first = told.decide().leg.lease.slot
+    loads = [9.0, 9.0, 9.0]
+    loads[first] = 300.0
+    for slot, load in enumerate(loads):
+        metrics = EndpointMetrics(waiting_requests=load, running_requests=load, kv_cache_usage=0.5)
+        told.scheduler.take(PageScraped(slot, metrics), 0.0)
+    decision = told.decide()
+    assert decision.leg.lease.slot != first
+    (row,) = await told.recent.rows(1, Wanted())
+    for one in row["costs"][0]["endpoints"]:
+        assert one["parts"]["queue"] == 0.0, "the whole prompt is held somewhere"
+
+
+async def test_the_first_token_is_told_as_expected_and_as_it_came():
+    """The sum of what the request waits through, and when the first output was seen."""
+    told = Told(WeightedScorer("added-time", AddedTime(), 1.0))
+    decision = told.decide()
+    (row,) = await told.recent.rows(1, Wanted())
+    prefill_s = row["costs"][0]["endpoints"][0]["parts"]["prefill"]
+    assert row["expected_first_token_s"] == pytest.approx(prefill_s)
+    expected = f"  first token expected after {round(prefill_s, 3):g} s"
+    assert expected in await told.lines()
+    told.recent.completed(
+        exchange_of(decision, first_output_at_s=100.5), Outcome(status=200), 102.0
+    )
+    assert f"{expected}, it came after 0.5 s" in await told.lines()
 
 
 async def test_a_cost_that_cannot_be_told_hides_nothing_else(monkeypatch):

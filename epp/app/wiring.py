@@ -393,6 +393,8 @@ class EndpointPicker:
             self.telemetry.fold()
             self.readiness.asked()
             self._recent.expire()
+            for expected_s, observed_s in self._recent.first_tokens():
+                self.telemetry.first_token_compared(expected_s, observed_s)
             self._process.look()
             self.tokens.look(time.monotonic())
             for report in reports:

@@ -20,7 +20,7 @@ from epp.core.knowledge.candidates import NUMBERS, Candidates
 from epp.core.knowledge.rebuilt import numbers_before
 from epp.core.moment import Moment
 from epp.core.prompt.request import InferenceRequest
-from epp.core.types import Endpoint
+from epp.core.types import Endpoint, Seconds
 from epp.shell.operators.decisions.decision_record import (
     Decided,
     Ended,
@@ -93,15 +93,14 @@ def decided_row(
     )
     costs = _costs(told, setting, before)
     cost = next((one for one in costs if isinstance(one, Cost)), None)
+    expected_s = _first_token_s(costs)
     chosen = _score(told.endpoint, told.parts, names, states)
     other_parts = weighted(told.runner_up_scores, setting)
     runner_up = _score(told.runner_up, other_parts, names, states) if other_parts else None
     known = {"endpoint": _numbers(before)}
     if runner_up:
         known["runner_up"] = _numbers(told.runner_up_numbers)
-    expected_s = None
     if cost is not None:
-        expected_s = cost.first_token if cost.unit == "s" else None
         for score, total in zip((chosen, runner_up), cost.totals, strict=False):
             if score is not None:
                 score |= {"cost": round(total, DIGITS), "unit": cost.unit}
@@ -338,6 +337,25 @@ def _costs(told: Decided, setting: Setting, before: Sequence[float]) -> list[Cos
         except BaseException as error:  # noqa: BLE001  the boundary of a plugin: the rest is told all the same
             found.append({"scorer": name, "failed": type(error).__name__})
     return found
+
+
+def expected_first_token_s(told: Decided, setting: Setting) -> Seconds | None:
+    """After how long the chosen endpoint was expected to give the first token; None: nobody said."""
+    before = numbers_before(
+        told.numbers,
+        prompt_tokens=told.prompt_tokens,
+        prefill_tokens=told.prefill_tokens,
+        matched_blocks=told.matched_blocks,
+    )
+    return _first_token_s(_costs(told, setting, before))
+
+
+def _first_token_s(costs: Sequence[Cost | Row]) -> Seconds | None:
+    """As the first scorer says that gives its cost in seconds and names its parts."""
+    for cost in costs:
+        if isinstance(cost, Cost) and cost.unit == "s" and cost.first_token is not None:
+            return cost.first_token
+    return None
 
 
 def _pair(told: Decided, before: Sequence[float]) -> Candidates:

@@ -57,6 +57,7 @@ from epp.shell.operators.decisions.decision_rows import (
     Row,
     Setting,
     decided_row,
+    expected_first_token_s,
     is_called,
     refused_row,
 )
@@ -81,6 +82,9 @@ WAITING_MAX: Final = 64
 """Decisions and ends that wait to be kept: one by one each would find its part of the memory cold. With
 their arrays of scores they take 40 KB each in a pool of a thousand."""
 _EXPIRED_PER_CALL_MAX: Final = 2_000
+COMPARED_MAX: Final = 8
+"""Requests of which, between two calls of `first_tokens`, the first token is compared with what was expected:
+to work that out takes some 0.1 ms each."""
 _FAILED_FROM: Final = 500
 _FOUND_PER_TURN: Final = 8
 """Rows that are made between two turns of the event loop."""
@@ -108,6 +112,8 @@ class _Ending(Struct, frozen=True, gc=False):
 
     number: int
     head: bytes
+    output_seen: bool
+    """The time of its first output is in `head`."""
 
 
 class _Other(Struct, frozen=True, gc=False):
@@ -214,6 +220,8 @@ class RecentDecisions:
         self._states_told = 0
         self._open: dict[int, int] = {}
         """Number of a decision whose request has not ended -> its place, oldest first."""
+        self._to_compare: list[int] = []
+        """Places of decisions whose requests have ended, and whose first outputs were seen."""
         self.shed = 0
         """Streams that were answered without being looked at; of these nothing else is kept."""
         self.unparsed: Counter[str] = Counter()
@@ -330,7 +338,13 @@ class RecentDecisions:
         """Keep how the request of a decision ended."""
         decision = exchange.decision
         if decision is not None:
-            self._wait(_Ending(decision.number, ended_head(exchange, outcome, now)))
+            leg = decision.leg
+            # What was expected of one endpoint says nothing of another one that served.
+            seen = (
+                exchange.first_output_at_s is not None
+                and leg.lease.slot == leg.candidates.slot.item(leg.picked)
+            )
+            self._wait(_Ending(decision.number, ended_head(exchange, outcome, now), seen))
 
     def fold(self) -> None:
         """Keep what waits, in its order. Done before anything is read.
@@ -349,6 +363,24 @@ class RecentDecisions:
         self.fold()
         before_s = self._clock() - self.keep_s
         self._rows.drop_oldest(lambda record: kept_at_s(record) < before_s, _EXPIRED_PER_CALL_MAX)
+
+    def first_tokens(self) -> list[tuple[Seconds, Seconds]]:
+        """After how long first tokens were expected, and when they came: of requests that have ended
+        since the last call, up to `COMPARED_MAX`. None of them went elsewhere than it was sent.
+        """
+        self.fold()
+        places, self._to_compare = self._to_compare, []
+        found: list[tuple[Seconds, Seconds]] = []
+        for place in places:
+            record = self._rows.get(place)
+            end = None if record is None else end_of(record)
+            if record is None or end is None or end.first_output_s is None:
+                continue
+            told = unpack_decided(record[PACKED_FROM:])
+            expected_s = expected_first_token_s(told, self._settings.get(told.setting, NO_SETTING))
+            if expected_s is not None:
+                found.append((expected_s, end.first_output_s))
+        return found
 
     async def rows(self, count: int, wanted: Wanted, why_not: str = "") -> list[Row]:
         """The last `count` that are wanted, newest first.
@@ -432,6 +464,8 @@ class RecentDecisions:
             place = self._open.pop(one.number, None)
             if place is not None:
                 self._rows.overwrite(place, one.head)
+                if one.output_seen and len(self._to_compare) < COMPARED_MAX:
+                    self._to_compare.append(place)
             if self._history is not None:
                 self._history.tell(ended_frame(one.number, one.head))
         elif isinstance(one, _Other):

@@ -133,6 +133,29 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         REQUEST_BUCKETS_S,
     ),
     MetricSpec(
+        "homing_first_token_error_seconds",
+        "histogram",
+        "seconds",
+        "By how much the first token came later or earlier than the scorer expected, of at most eight "
+        "requests a second, where the response is parsed.",
+        ("came",),
+        REQUEST_BUCKETS_S,
+    ),
+    MetricSpec(
+        "homing_first_token_expected_seconds_total",
+        "counter",
+        "seconds",
+        "After how long first tokens were expected, added up over the requests of "
+        "homing_first_token_error_seconds.",
+    ),
+    MetricSpec(
+        "homing_first_token_observed_seconds_total",
+        "counter",
+        "seconds",
+        "After how long first tokens came, added up over the requests of "
+        "homing_first_token_error_seconds.",
+    ),
+    MetricSpec(
         "homing_request_running",
         "gauge",
         "requests",

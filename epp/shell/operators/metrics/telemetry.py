@@ -399,6 +399,11 @@ class Telemetry:
             _labelled(distributions["homing_tokenize_duration_seconds"]), len(Backend)
         )
         self._loop_lag_s = distributions["homing_loop_lag_seconds"].labels()
+        self._first_token_error = Children(
+            _labelled(distributions["homing_first_token_error_seconds"]), 2
+        )
+        self._first_token_expected_s = numbers["homing_first_token_expected_seconds_total"].labels()
+        self._first_token_observed_s = numbers["homing_first_token_observed_seconds_total"].labels()
         self._streams = numbers["homing_extproc_streams_inflight"].labels()
         self._streams_ended = Children(_labelled(numbers["homing_extproc_streams_total"]), 32)
         self._stream_s = distributions["homing_extproc_stream_duration_seconds"].labels()
@@ -725,6 +730,13 @@ class Telemetry:
         """Timers of the event loop ran so late."""
         for late_s in late:
             self._loop_lag_s.observe(late_s)
+
+    def first_token_compared(self, expected_s: Seconds, observed_s: Seconds) -> None:
+        """A first token was expected after `expected_s`, and came after `observed_s`."""
+        came = "later" if observed_s >= expected_s else "earlier"
+        self._first_token_error(came).observe(abs(observed_s - expected_s))
+        self._first_token_expected_s.inc(expected_s)
+        self._first_token_observed_s.inc(observed_s)
 
     def stream_opened(self) -> None:
         self._streams.inc()

@@ -23,10 +23,14 @@ from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.core.protocol.usage import Usage
 from epp.core.types import BYTES_PER_TOKEN, EndpointMetrics
 from epp.plugins import PICKERS, SCORERS
-from epp.plugins.added_time import AddedTime
+from epp.plugins.added_time import ATTENTION_TOKENS, AddedTime
 from epp.shell.operators.decisions.endpoint_states import EndpointState
 from epp.shell.operators.decisions.explanation import explanation
-from epp.shell.operators.decisions.recent_decisions import RecentDecisions, Wanted
+from epp.shell.operators.decisions.recent_decisions import (
+    COMPARED_MAX,
+    RecentDecisions,
+    Wanted,
+)
 from tests.builders import PREFIX, endpoint, lora
 from tests.builders import request as make_request
 from tests.shell.operators.decisions.test_recent_decisions import Clock, exchange_of
@@ -364,3 +368,39 @@ async def test_candidates_that_were_slow_are_marked():
     told.recent.know_states({f"pod-{at}": EndpointState("slow", "slow", 1.0) for at in (0, 1, 2)})
     told.decide()
     assert (await told.lines())[2].count(" (slow)") == 2
+
+
+def test_what_was_expected_is_compared_with_what_came():
+    """Of requests that ended since it was last asked for, and whose first output was seen."""
+    told = Told(WeightedScorer("added-time", AddedTime(), 1.0))
+    seen, unseen = told.decide(), told.decide()
+    assert told.recent.first_tokens() == []
+    for decision, output_at_s in ((seen, 100.5), (unseen, None)):
+        exchange = exchange_of(decision, first_output_at_s=output_at_s)
+        told.recent.completed(exchange, Outcome(status=200), 102.0)
+    ((expected_s, observed_s),) = told.recent.first_tokens()
+    assert expected_s == pytest.approx(576 * (1 + 288 / ATTENTION_TOKENS) / 15_928, rel=1e-4)
+    assert observed_s == 0.5
+    assert told.recent.first_tokens() == []
+
+
+def test_a_request_that_went_elsewhere_is_not_compared():
+    """What was expected of the chosen endpoint says nothing of the one that served."""
+    told = Told(WeightedScorer("added-time", AddedTime(), 1.0))
+    decision = told.decide()
+    (other, *_) = (
+        at for _, at in told.scheduler.pool.endpoints() if at.name != decision.endpoint.name
+    )
+    told.scheduler.take(ServedBy(decision.lease, other.address), 1.0)
+    exchange = exchange_of(decision, first_output_at_s=100.5)
+    told.recent.completed(exchange, Outcome(status=200), 102.0)
+    assert told.recent.first_tokens() == []
+
+
+def test_as_many_are_compared_as_cost_little():
+    """However many requests end between two ticks."""
+    told = Told(WeightedScorer("added-time", AddedTime(), 1.0))
+    for _ in range(3 * COMPARED_MAX):
+        exchange = exchange_of(told.decide(), first_output_at_s=100.5)
+        told.recent.completed(exchange, Outcome(status=200), 102.0)
+    assert len(told.recent.first_tokens()) == COMPARED_MAX

@@ -18,7 +18,8 @@ HELD_UP_MAX = 10
 REPORTED_S_MAX = 2.0
 PREFILL_DELAY = 0.3
 EVICTION_COST = 2.0
-DECODE_TOKENS = 256
+DECODE_TOKENS = 128
+FIRST_TOKEN_WEIGHT = 2.0
 ADAPTER_LOAD_S = 1.0
 ADAPTER_WAIT_S = 1.5
 
@@ -36,9 +37,9 @@ def told(pods: list[Any], name: str, nobody: float | None) -> list[Any]:
     return [usual if value is None else value for value in column]
 
 
-def adapter_s(adapters: dict[str, Any] | None) -> float:
+def adapter_s(adapters: dict[str, Any]) -> float:
     """Seconds until the adapter of the request is there."""
-    if adapters is None or adapters["loaded"]:
+    if adapters["loaded"]:
         return 0.0
     if adapters["resident"] is None:
         free = adapters["active"] < adapters["slots_max"]
@@ -57,6 +58,9 @@ def costs(line: dict[str, Any]) -> list[float]:
     usage = told(pods, "kv_cache_usage", None)
     capacity = told(pods, "kv_capacity_tokens", None)
     compute = [max(0, prompt - pod["matched_blocks"] * line["block_tokens"]) for pod in pods]
+    adapters = [pod["known"]["adapters"] for pod in pods]
+    reported = [adapter_s(one) for one in adapters if one is not None]
+    unreported = median(reported) if reported else 0.0
     found = []
     for at, pod in enumerate(pods):
         known, x = pod["known"], compute[at]
@@ -66,14 +70,16 @@ def costs(line: dict[str, Any]) -> list[float]:
         pending = known["inflight_prefill_tokens"] + unseen * share_waiting * min(compute)
         context = known["inflight_context_tokens"] + unseen * prompt
         prefill = x * (1 + (prompt - x / 2) / ATTENTION_TOKENS)
-        tokens = pending + prefill * (1 + PREFILL_DELAY * requests + EVICTION_COST)
+        tokens = prefill * (PREFILL_DELAY * requests + EVICTION_COST)
         tokens += answer * DECODE_SHARE * (context + requests * prompt)
         if usage[at] is not None and capacity[at] is not None:
             used = usage[at] * capacity[at]
             over = max(0, used + x - capacity[at] + used * share_waiting)
             per_token = answer * (STEP_TOKENS + DECODE_SHARE * context) / capacity[at]
             tokens += per_token * (over + min(waiting[at], HELD_UP_MAX) * x)
-        found.append(tokens / known["prefill_tokens_per_s"] + adapter_s(known["adapters"]))
+        speed, report = known["prefill_tokens_per_s"], adapters[at]
+        first = (pending + prefill) / speed + (unreported if report is None else adapter_s(report))
+        found.append((1 + FIRST_TOKEN_WEIGHT) * first + tokens / speed)
     return found
 
 

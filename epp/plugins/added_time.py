@@ -58,14 +58,14 @@ class AddedTime(Parameters, frozen=True, dict=True):
     / `ATTENTION_TOKENS`) its prefill, n requests and C context tokens in flight at e, W waiting there,
     D tokens of its answer, `decodeTokens` at most, s(e) prefill tokens a second:
 
-        ( pending(e) + p                              what it waits for and computes itself
-        + a n p                                       n others, delayed while it is prefilled
-        + r p                                         what its blocks evict, computed again
-        + D d (C + n T)                               decoding: its own in their context, theirs in its
-        + m(e) (over(e) + W' x) ) / s(e)              memory: its wait for it, theirs for what it takes
-        + adapter(e)
+        (1 + w) first(e)                              what it waits for its first token
+        + ( a n p                                     n others, delayed while it is prefilled
+          + r p                                       what its blocks evict, computed again
+          + D d (C + n T)                             decoding: its own in their context, theirs in its
+          + m(e) (over(e) + W' x) ) / s(e)            memory: its wait for it, theirs for what it takes
 
-    with a = `prefillDelay`, r = `evictionCost`, d = `DECODE_SHARE`; over(e): tokens by which it and who
+    with first(e) = (pending(e) + p) / s(e) + adapter(e), w = `firstTokenWeight`, a = `prefillDelay`,
+    r = `evictionCost`, d = `DECODE_SHARE`; over(e): tokens by which it and who
     waits exceed the KV cache; m(e) = D (`STEP_TOKENS` + d C) / capacity: how long a token of memory
     takes to come free; W' = min(W, `HELD_UP_MAX`). Where scrapes show more requests than were counted here, others send them.
     What an endpoint does not tell, or told too long ago, is the median of those that do, for who is
@@ -97,10 +97,10 @@ class AddedTime(Parameters, frozen=True, dict=True):
     eviction_cost: Annotated[float, Meta(ge=0, le=100)] = 2.0
     """Tokens that are computed again for each that is computed here: caches are full, so that its blocks
     evict others', and the next turn of this prompt goes where it went."""
-    first_token_weight: Annotated[float, Meta(ge=0, le=100)] = 0.0
+    first_token_weight: Annotated[float, Meta(ge=0, le=10)] = 2.0
     """How much more a second weighs that the request itself waits for its first token (the queue, its own
     prefill, its adapter) than a second that it takes from others; 0: as much."""
-    decode_tokens: Annotated[int, Meta(ge=1)] = 256
+    decode_tokens: Annotated[int, Meta(ge=1)] = 128
     """Of an answer, at most; fewer where the request has a lower limit, or where engines count that answers
     of the pool have fewer on average."""
     adapter_load: Duration = Duration(1.0)

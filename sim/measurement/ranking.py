@@ -28,6 +28,7 @@ MEASURES: Final[Mapping[str, bool]] = MappingProxyType(
         "itl_p99_s": False,
         "output_tokens_per_s": True,
         "hit_rate": True,
+        "goodput": True,
         "imbalance": False,
     }
 )
@@ -36,6 +37,8 @@ pods' requests the busiest pod had."""
 JUDGED: Final = ("e2e_mean_s", "ttft_p90_s", "ttft_p99_s", "itl_p99_s", "output_tokens_per_s")
 """By which cases are summed up."""
 RANKED_BY: Final = JUDGED[0]
+GOODPUT: Final = "goodput"
+"""A share, which may be 0: of it the mean over the cases is told, and not how many times the best it is."""
 LOST_MORE_MAX: Final = 0.01
 """Of its requests: who loses more than the one who loses least is not in the running, for figures
 are of answers."""
@@ -136,7 +139,15 @@ def _scope_total(rows: Sequence[StandingSummary]) -> ScopeTotal:
         cases=len(rows),
         out=sum(not row.in_the_running for row in rows),
         figures={measure: _total(rows, measure) for measure in JUDGED},
+        goodput=_mean_share(rows, GOODPUT),
     )
+
+
+def _mean_share(rows: Sequence[StandingSummary], measure: str) -> float | None:
+    """The mean over the cases in which it is known."""
+    told = [row.figures[measure].value for row in rows if measure in row.figures]
+    known = [value for value in told if value is not None]
+    return rounded(math.fsum(known) / len(known)) if known else None
 
 
 def _total(rows: Sequence[StandingSummary], measure: str) -> Total:

@@ -686,6 +686,8 @@ class ScopeTotal(Summary, frozen=True, kw_only=True):
     out: int
     """Of `cases`: in which it is not in the running."""
     figures: dict[str, Total]
+    goodput: float | None
+    """The share of the requests within the targets of their case, as the mean over the cases."""
 
 
 class TotalSummary(Summary, frozen=True, kw_only=True):
@@ -718,6 +720,10 @@ class CaseSummary(Summary, frozen=True, kw_only=True):
     """What pods do, each speed once."""
     believed_prefill_tokens_per_s: float
     """By pickers of which the configuration says nothing."""
+    ttft_target_s: float
+    """A request within both targets is goodput."""
+    tpot_target_s: float
+    """For each later token."""
 
 
 class StrategySummary(Summary, frozen=True, kw_only=True):

@@ -51,6 +51,7 @@ _LABELS: Final = {
     "itl_p99_s": "ITL\np99",
     "output_tokens_per_s": "output\ntokens/s",
     "hit_rate": "hit\nrate",
+    "goodput": "goodput",
     "imbalance": "busiest pod\nover mean",
 }
 _JUDGED: Final = {
@@ -223,7 +224,8 @@ def _ranking(summary: LeaderboardSummary) -> tuple[str, list[TotalSummary]]:
 
 
 def _times_rows(summary: LeaderboardSummary, scope: str) -> list[list[str]]:
-    rows = [["strategy", "cases", *_JUDGED.values(), f"{_JUDGED[RANKED_BY]},\nworst case"]]
+    worst_label = f"{_JUDGED[RANKED_BY]},\nworst case"
+    rows = [["strategy", "cases", *_JUDGED.values(), "goodput", worst_label]]
     for total in ranked(summary.totals, scope):
         over = total.over[scope]
         out = f" ({over.out} out)" if over.out else ""
@@ -233,6 +235,7 @@ def _times_rows(summary: LeaderboardSummary, scope: str) -> list[list[str]]:
                 total.strategy,
                 f"{over.cases}{out}",
                 *(_times(over.figures[measure].times_the_best) for measure in _JUDGED),
+                "-" if over.goodput is None else f"{over.goodput:.1%}",
                 f"{_times(worst.worst_times)} in {worst.worst}" if worst.worst else "-",
             ]
         )
@@ -480,6 +483,10 @@ def _conditions(case: CaseSummary) -> str:
     speeds = " or ".join(f"{speed:,.0f}" for speed in case.prefill_tokens_per_s)
     told.append(
         f"prefill at {speeds} tokens/s (pickers believe {case.believed_prefill_tokens_per_s:,.0f})"
+    )
+    told.append(
+        f"goodput: a first token within {case.ttft_target_s:g} s, later ones within "
+        f"{1000 * case.tpot_target_s:g} ms each"
     )
     held = " A hold-out." if case.hold_out else ""
     return f"{what}: {', '.join(told)}.{held}"

@@ -23,6 +23,7 @@ from sim.cluster.settings import ClientSettings, ClusterSettings
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.experiments.scenario_file import Scenario
+from sim.measurement.measures import Targets
 from sim.traces.arrival import Arrival
 from sim.traces.lengths import Spread, around
 from sim.traces.standard import STANDARD
@@ -47,6 +48,18 @@ _SLOWER: Final = "qwen3-32b-h100-tp2"
 """Fewer requests take longer: what happens meanwhile, or is scraped late, has time to matter."""
 _CONTEXT_TOKENS_MAX: Final = 120_000
 """Of conversations that would outgrow the context of the pods."""
+
+_DOCUMENTS: Final = Targets(ttft_s=2.0, tpot_s=0.1)
+"""What somebody accepts who sends a long document or a task, and not a question."""
+_OF_DOCUMENTS: Final = frozenset(
+    {
+        *("mooncake-conversation", "mooncake-synthetic", "mooncake-held", "speed-told-held"),
+        *("unchunked-held", "b2b", "b2b-held", "tiered", "code-generation", "deep-research", "rag"),
+        *("synthetic-data", "summarisation", "multi-document", "agent-tree", "kv-half-held"),
+        *("set-below", "set-at", "set-above", "set-held"),
+    }
+)
+"""Names of the cases whose prompts have 8,000 tokens or more, or are tasks."""
 
 _A100: Final = "llama-3.1-8b-a100-tp1"
 _SLOWER_BY: Final = 2.0
@@ -82,6 +95,8 @@ class Case(Struct, frozen=True, kw_only=True):
     """Pickers are told how fast pods prefill."""
     response_chunks: bool = False
     """Gateways show answers to pickers, which thus see each first token."""
+    targets: Targets = Targets(ttft_s=0.5, tpot_s=0.05)
+    """A request within both counts as goodput. These are for somebody who reads along."""
     hold_out: bool = False
 
     def arrivals(self, seed: int, requests: int) -> Iterator[Arrival]:
@@ -599,7 +614,7 @@ _NOT_AS_BELIEVED: Final = tuple(
 
 CASES: Final[Mapping[str, Case]] = MappingProxyType(
     {
-        case.name: case
+        case.name: replace(case, targets=_DOCUMENTS) if case.name in _OF_DOCUMENTS else case
         for case in chain(
             _PUBLISHED, map(_standard, STANDARD), _POOLS, _HOLD_OUTS, _NOT_AS_BELIEVED
         )

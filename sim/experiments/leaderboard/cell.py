@@ -98,6 +98,7 @@ def _told(cell: Cell, trace: str, *, span_s: float) -> CellResult:
         repetition=cell.repetition if case.file else 0,
         read=ReadOptions(seed=cell.seed),
         requests_max=cell.requests,
+        targets=case.targets,
         scenario=scenario,
     )
     summary = run_job(settings).summary

@@ -253,6 +253,8 @@ def _case_summary(case: Case) -> CaseSummary:
         response_chunks=case.response_chunks,
         prefill_tokens_per_s=list(speeds),
         believed_prefill_tokens_per_s=six_digits(cluster.prefill_tokens_per_s),
+        ttft_target_s=case.targets.ttft_s,
+        tpot_target_s=case.targets.tpot_s,
     )
 
 

@@ -25,7 +25,7 @@ from sim.measurement.ranking import (
     times_as_bad,
     totals,
 )
-from sim.measurement.summaries import Behind, CaseSummary, StandingSummary
+from sim.measurement.summaries import Behind, CaseSummary, EstimateSummary, StandingSummary
 from tests.sim.experiments.leaderboard.test_standings import runs, summary
 from tests.sim.made import filled
 
@@ -278,3 +278,16 @@ def test_a_case_with_adapters_moves_nothing_without_them(board):
     plain = [one for one in rows if one.case != "case-0"]
     with_it = over(rows, WITHOUT_ADAPTERS, cases)
     assert with_it == (over(plain, WITHOUT_ADAPTERS, cases[1:]) if plain else {})
+
+
+def test_goodput_is_a_mean_share_because_it_may_be_nothing():
+    """Of no share it can be told how many times the best it is."""
+    rows = [
+        replace(
+            row("one", where),
+            figures={"goodput": EstimateSummary(value=share, low=None, high=None)},
+        )
+        for where, share in (("a", 0.0), ("b", 0.5), ("c", None))
+    ]
+    assert over(rows)["one"].goodput == 0.25
+    assert over([replace(row("one"), figures={})])["one"].goodput is None

@@ -38,6 +38,8 @@ def case(name, *, hold_out=False, max_loras=0):
         scrape_interval_s=0.2,
         prefill_tokens_per_s=[40_000.0, 8_000.0],
         believed_prefill_tokens_per_s=15_928.0,
+        ttft_target_s=1.0,
+        tpot_target_s=0.05,
     )
 
 
@@ -118,7 +120,8 @@ def test_all_in_all_the_distances_are_told_without_adapters_first(summary):
     assert "| one | what one is | best | 2.00 s | level | 1.250 |" in report
     assert (
         "4 pods of a-gpu, 4 pickers, scraped each 0.2 s, prefill at 40,000 or 8,000 tokens/s "
-        "(pickers believe 15,928). A hold-out." in report
+        "(pickers believe 15,928), goodput: a first token within 1 s, later ones within 50 ms each. "
+        "A hold-out." in report
     )
 
 
@@ -139,7 +142,7 @@ def test_every_judged_figure_has_a_column(summary):
     """Here and on the screen; where cases are the same no table comes twice."""
     plain = under(leaderboard_report(summary), "All in all, without LoRA: times the best")
     head = line(plain, "| strategy |")
-    assert head.count("|") == len(JUDGED) + 4
+    assert head.count("|") == len(JUDGED) + 5
     for label in ("E2E mean", "TTFT p90", "TTFT p99", "ITL p99", "throughput"):
         assert f"| {label} |" in head
         assert f"{label}: how many times as bad" in leaderboard_page(summary)

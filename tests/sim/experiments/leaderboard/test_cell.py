@@ -100,3 +100,12 @@ def test_a_machine_with_other_code_refuses(monkeypatch):
     monkeypatch.setattr(cells, "code_hash", lambda: "other")
     with pytest.raises(JobError, match="other code"):
         run_cell(mine)
+
+
+def test_goodput_is_within_the_targets_of_the_case():
+    """Each case states its own; who sends documents waits longer than who reads along."""
+    for name in ("pickers-1", "set-below"):
+        goodput = run_cell(cell(name)).summary.goodput
+        targets = CASES[name].targets
+        assert (goodput.ttft_target_s, goodput.tpot_target_s) == (targets.ttft_s, targets.tpot_s)
+    assert CASES["set-below"].targets.ttft_s > CASES["pickers-1"].targets.ttft_s

@@ -29,6 +29,7 @@ from sim.traces.lengths import Spread, around
 from sim.traces.standard import STANDARD
 from sim.traces.workloads import (
     Adapters,
+    AgentTree,
     ClosedLoad,
     Concurrency,
     Content,
@@ -62,6 +63,7 @@ _OF_DOCUMENTS: Final = frozenset(
 """Names of the cases whose prompts have 8,000 tokens or more, or are tasks."""
 
 _A100: Final = "llama-3.1-8b-a100-tp1"
+_RTX_4090: Final = "llama-3.1-8b-rtx-4090-tp1"
 _SLOWER_BY: Final = 2.0
 
 Happening = Callable[[Seconds, PodKind], tuple[Incident, ...]]
@@ -193,6 +195,13 @@ def _half_a100(kind: PodKind, pods: int) -> tuple[PodKind, ...]:
     return (*(kind,) * (pods - pods // 2), *(older,) * (pods // 2))
 
 
+def _three_kinds(kind: PodKind, pods: int) -> tuple[PodKind, ...]:
+    """As many of each, the last of them the slowest."""
+    names = (DEFAULT_PROFILE, _A100, _RTX_4090)
+    kinds = [PodKind.of(find_profile(name), max_loras=kind.engine.max_loras) for name in names]
+    return tuple(kinds[at * len(kinds) // pods] for at in range(pods))
+
+
 def _whole_prompts(kind: PodKind, pods: int) -> tuple[PodKind, ...]:
     """A step has room for any prompt: none is cut, and answers wait for the whole of it."""
     engine = replace(kind.engine, max_num_batched_tokens=kind.profile.max_model_len_tokens)
@@ -206,6 +215,7 @@ ENGINES: Final[Mapping[str, Engines]] = MappingProxyType(
         "slow decode": _slower_decode,
         "half the cache": _half_the_cache,
         "half A100": _half_a100,
+        "three kinds": _three_kinds,
         "whole prompts": _whole_prompts,
     }
 )
@@ -303,6 +313,16 @@ _MOONCAKE_LONGER: Final = replace(
     turns=_lognormal(5, 4, 1, 20),
     question=_lognormal(800, 1200, 20, 20_000),
 )
+_TALKS: Final = Conversations(
+    conversations=0,
+    shared_tokens=1200,
+    own=_lognormal(900, 1200, 50, 8000),
+    turns=_lognormal(8, 5, 1, 25),
+    question=_lognormal(60, 60, 5, 800),
+    output=_lognormal(220, 200, 10, 1500),
+    think_s=_lognormal(12, 15, 1, 90),
+)
+"""Of further hold-outs."""
 _MOONCAKE_HELD: Final = _open(_MOONCAKE_LONGER, 1.4)
 
 _PUBLISHED: Final = (
@@ -621,6 +641,83 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
     }
 )
 """Name -> case, in the order of the table."""
+
+
+FURTHER_CASES: Final[Mapping[str, Case]] = MappingProxyType(
+    {
+        case.name: replace(case, hold_out=True)
+        for case in (
+            Case(
+                name="pods-2-further",
+                says="two pods, skewed prefixes of 2,000 tokens",
+                workload=_open(
+                    SharedPrefix(
+                        groups=15,
+                        prompts_per_group=30,
+                        system_tokens=2000,
+                        question=around(400),
+                        output=around(250),
+                        skew=1.0,
+                    ),
+                    39.0,
+                ),
+                pods=2,
+            ),
+            Case(
+                name="pods-24-further",
+                says="24 pods, conversations with short questions",
+                workload=_open(_TALKS, 70.0),
+                pods=24,
+            ),
+            Case(
+                name="pods-64-further",
+                says="64 pods, 500 prefixes of 6,000 tokens",
+                workload=_open(_prefixes(500, 6000, 900, 220), 450.0),
+                pods=64,
+            ),
+            Case(
+                name="gpus-further",
+                says="two H100, two A100 and two RTX 4090; pickers believe all are alike",
+                workload=_open(_TALKS, 5.0),
+                pods=6,
+                engines="three kinds",
+            ),
+            Case(
+                name="agents-further",
+                says="as agent-tree: longer branches, more tools, six pods",
+                workload=_open(
+                    AgentTree(
+                        root_tokens=3500,
+                        toolsets=20,
+                        toolset_tokens=2500,
+                        branch=_lognormal(900, 900, 50, 6000),
+                        turns=_lognormal(9, 6, 1, 30),
+                        tool_result=_lognormal(700, 900, 30, 9000),
+                        output=_lognormal(160, 140, 10, 1500),
+                    ),
+                    4.5,
+                ),
+                pods=6,
+                targets=_DOCUMENTS,
+            ),
+            Case(
+                name="lengths-further",
+                says="nothing shared, lengths over three decades, in bursts",
+                workload=_open(
+                    Lengths(
+                        prompt=_lognormal(2500, 6000, 16, 60_000),
+                        output=_lognormal(180, 400, 1, 4000),
+                    ),
+                    14.0,
+                    burstiness=3.0,
+                ),
+                pods=4,
+            ),
+        )
+    }
+)
+"""Name -> case that is in no board unless it is named. `firstTokenWeight` was confirmed on these; before,
+nothing was run on them."""
 
 
 class Ladder(Struct, frozen=True, kw_only=True):

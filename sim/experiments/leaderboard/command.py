@@ -18,7 +18,7 @@ from sim.cluster.built_in import (
 from sim.cluster.policies import BASELINES, PolicyNameError, PolicySource, built_in
 from sim.experiments.executors import EXECUTOR_HELP, LOCAL, workers_at
 from sim.experiments.jobs import JobError, Workers
-from sim.experiments.leaderboard.cases import CASES, LADDERS, Case, Ladder
+from sim.experiments.leaderboard.cases import CASES, FURTHER_CASES, LADDERS, Case, Ladder
 from sim.experiments.leaderboard.cell import Cell, CellResult, inputs_of, run_cell
 from sim.experiments.leaderboard.folder import CellFolder
 from sim.experiments.leaderboard.standings import Runs, case_rows
@@ -222,13 +222,14 @@ def cells_of(
 
 def _cases(names: Sequence[str], traces: Sequence[Path]) -> list[Case]:
     """Those of the table, then the files. Raises `OutputError` for a name that is none, or is twice."""
-    unknown = next((name for name in names if name not in CASES), None)
+    known = {**CASES, **FURTHER_CASES}
+    unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
-        raise OutputError(f"--cases {unknown}: expected some of {', '.join(CASES)}")
-    cases = [CASES[name] for name in dict.fromkeys(names)]
+        raise OutputError(f"--cases {unknown}: expected some of {', '.join(known)}")
+    cases = [known[name] for name in dict.fromkeys(names)]
     for path in traces:
         name = path.name.partition(".")[0]
-        if name in CASES or any(case.name == name for case in cases):
+        if name in known or any(case.name == name for case in cases):
             raise OutputError(f"--trace {path}: there is a case {name} already; rename the file")
         cases.append(Case(name=name, says=f"{path.name}, as recorded", file=str(path.absolute())))
     return cases
@@ -286,11 +287,17 @@ def _everybody() -> tuple[str, ...]:
 def _list() -> str:
     names = "\n".join(f"  {name}" for name in built_in())
     width = max(map(len, CASES))
-    cases = "\n".join(
-        f"  {case.name:<{width}}  {'hold-out, ' if case.hold_out else ''}{case.says}"
-        for case in CASES.values()
+    cases, further = (
+        "\n".join(
+            f"  {case.name:<{width}}  {'hold-out, ' if case.hold_out else ''}{case.says}"
+            for case in table.values()
+        )
+        for table in (CASES, FURTHER_CASES)
     )
-    return f"strategies:\n{names}\n\ncases:\n{cases}"
+    return (
+        f"strategies:\n{names}\n\ncases:\n{cases}\n\n"
+        f"further cases, which run only if they are named:\n{further}"
+    )
 
 
 def _names(text: str) -> tuple[str, ...]:

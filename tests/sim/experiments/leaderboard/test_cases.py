@@ -6,7 +6,7 @@ from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from sim.cluster.policies import policy_source
 from sim.cluster.simulated_pod import PodKind
 from sim.engine.profiles import StepWork, find_profile
-from sim.experiments.leaderboard.cases import CASES, ENGINES, LADDERS, SCRAPES
+from sim.experiments.leaderboard.cases import CASES, ENGINES, FURTHER_CASES, LADDERS, SCRAPES
 from sim.traces.standard import STANDARD
 
 WORKLOADS = {name: case for name, case in CASES.items() if case.workload is not None}
@@ -156,3 +156,20 @@ def test_the_cases_of_a_ladder_are_in_the_table(ladder):
     """In order of what they differ by."""
     assert [number for number, _ in ladder.steps] == sorted({number for number, _ in ladder.steps})
     assert {case for _, case in ladder.steps} <= set(CASES)
+
+
+@pytest.mark.parametrize("name", FURTHER_CASES)
+def test_a_further_case_runs_only_if_it_is_named(name):
+    """It is a hold-out, and its requests can be drawn."""
+    case = FURTHER_CASES[name]
+    assert name not in CASES
+    assert case.hold_out
+    assert len(list(case.arrivals(1, 20))) == 20
+    assert len(case.cluster().pods) == case.pods
+
+
+def test_three_kinds_of_pods_are_as_many_of_each():
+    pods = FURTHER_CASES["gpus-further"].cluster().pods
+    speeds = [pod.prefill_tokens_per_s for pod in pods]
+    assert len(set(speeds)) == 3
+    assert all(speeds.count(speed) == 2 for speed in speeds)

@@ -16,7 +16,7 @@ from epp.plugins.added_time import ATTENTION_TOKENS, DECODE_SHARE, AddedTime
 
 FOLDER: Final = Path(__file__).parent / "scoring"
 WIDTH: Final = 760
-COLOURS: Final = ("#2f6fb0", "#7fb2e5", "#c3daf2", "#e0a030", "#b7791f", "#6b9f71")
+COLOURS: Final = ("#2f6fb0", "#7fb2e5", "#e0a030", "#b7791f", "#6b9f71", "#c3daf2")
 STYLE: Final = (
     "text{font:13px system-ui,sans-serif;fill:#52606d}.name{font-weight:600;fill:#1f2933}"
     ".page{fill:#fff}.axis{stroke:#cbd2d9}polyline{fill:none;stroke-width:2}"
@@ -65,14 +65,17 @@ def terms(pod: Pod, prompt_tokens: int, rule: AddedTime) -> dict[str, float]:
     compute = prompt_tokens - pod.cached_tokens
     prefill = compute * (1 + (prompt_tokens - compute / 2) / ATTENTION_TOKENS)
     decode = rule.decode_tokens * DECODE_SHARE
-    return {
+    told = {
         "waits for others": pod.pending_tokens,
         "computes its own": prefill,
-        "weight of the first token": rule.first_token_weight * (pod.pending_tokens + prefill),
         "holds up who decodes": rule.prefill_delay * pod.requests * prefill,
         "evicts what comes again": rule.eviction_cost * prefill,
         "decodes beside others": decode * (pod.context_tokens + pod.requests * prompt_tokens),
     }
+    if rule.first_token_weight:
+        own = pod.pending_tokens + prefill
+        told["weight of the first token"] = rule.first_token_weight * own
+    return told
 
 
 def added_s(pod: Pod, prompt_tokens: int, rule: AddedTime) -> float:
@@ -99,7 +102,7 @@ def bars() -> str:
         y = top + apart * row + 18
         bar_x = float(left)
         parts.append(f'<text class="name" x="{left}" y="{y - 6}">{escape(pod.name)}</text>')
-        for colour, tokens in zip(COLOURS, terms(pod, PROMPT_TOKENS, rule).values(), strict=True):
+        for colour, tokens in zip(COLOURS, terms(pod, PROMPT_TOKENS, rule).values(), strict=False):
             width = tokens / PREFILL_TOKENS_PER_S * scale
             parts.append(
                 f'<rect x="{bar_x:.1f}" y="{y}" width="{width:.1f}" height="{high}" fill="{colour}"/>'
@@ -114,7 +117,7 @@ def bars() -> str:
 def lines() -> str:
     """What a wait at the holder costs against computing the prompt elsewhere."""
     rule = AddedTime()
-    longest = 30_000.0
+    longest = 60_000.0
 
     def at_holder(prompt: int) -> Callable[[float], float]:
         return lambda pending: added_s(
@@ -142,7 +145,7 @@ def lines() -> str:
         f'<text x="{left}" y="{bottom + 36}">prompt tokens that wait at the pod that holds it</text>',
         f'<text x="4" y="{top}">{most:.1f} s</text><text x="4" y="{bottom}">0 s</text>',
     ]
-    for tokens in range(0, int(longest) + 1, 5_000):
+    for tokens in range(0, int(longest) + 1, 10_000):
         place_x = place(tokens, 0).partition(",")[0]
         parts.append(
             f'<text x="{place_x}" y="{bottom + 18}" text-anchor="middle">{tokens:,}</text>'
@@ -150,9 +153,9 @@ def lines() -> str:
     for number, (name, line) in enumerate(drawn.items()):
         name_x = left + 10 + 245 * number
         parts.append(
-            f'<polyline stroke="{COLOURS[(0, 3, 5)[number]]}" '
+            f'<polyline stroke="{COLOURS[2 * number]}" '
             f'points="{place(0, line(0))} {place(longest, line(longest))}"/>'
-            f'<rect x="{name_x}" y="11" width="12" height="12" fill="{COLOURS[(0, 3, 5)[number]]}"/>'
+            f'<rect x="{name_x}" y="11" width="12" height="12" fill="{COLOURS[2 * number]}"/>'
             f'<text x="{name_x + 18}" y="22">{escape(name)}</text>'
         )
     for prompt, seconds in idle.items():

@@ -97,10 +97,10 @@ class AddedTime(Parameters, frozen=True, dict=True):
     eviction_cost: Annotated[float, Meta(ge=0, le=100)] = 2.0
     """Tokens that are computed again for each that is computed here: caches are full, so that its blocks
     evict others', and the next turn of this prompt goes where it went."""
-    first_token_weight: Annotated[float, Meta(ge=0, le=10)] = 2.0
+    first_token_weight: Annotated[float, Meta(ge=0, le=10)] = 0.0
     """How much more a second weighs that the request itself waits for its first token (the queue, its own
     prefill, its adapter) than a second that it takes from others; 0: as much."""
-    decode_tokens: Annotated[int, Meta(ge=1)] = 128
+    decode_tokens: Annotated[int, Meta(ge=1)] = 256
     """Of an answer, at most; fewer where the request has a lower limit, or where engines count that answers
     of the pool have fewer on average."""
     adapter_load: Duration = Duration(1.0)

@@ -39,11 +39,8 @@ def test_where_nothing_is_cached_the_least_work_decides():
 
 
 def test_a_prefix_is_worth_what_it_saves_and_no_more():
-    """640 tokens count five times: the request waits for them thrice, and twice they are what they evict.
-
-    Tokens to wait for count thrice, so that five thirds as many are a tie.
-    """
-    whole = 640 * (1 + 320 / ATTENTION_TOKENS) * 5.0 / 3.0
+    """640 tokens, and twice as many for what they evict: 1,920 tokens to wait for are a tie."""
+    whole = 640 * (1 + 320 / ATTENTION_TOKENS) * 3.0
     held = {"matched_blocks": [BLOCKS, 0]}
     assert best(**held, inflight_prefill_tokens=[whole - 1.0, 0.0]) == [0]
     assert best(**held, inflight_prefill_tokens=[whole + 1.0, 0.0]) == [1]
@@ -132,7 +129,7 @@ def test_the_greater_the_weight_the_sooner_the_first_token():
     """At one pod prompts wait, at the other requests decode: the weight decides between them."""
     pool = {
         "matched_blocks": [0, 0],
-        "inflight_prefill_tokens": [700.0, 0.0],
+        "inflight_prefill_tokens": [900.0, 0.0],
         "inflight_requests": [0, 3],
     }
     assert best(plugin=AddedTime(first_token_weight=0.0), **pool) == [0]
@@ -180,9 +177,9 @@ def test_whatever_pods_tell_there_is_an_order(waiting, running, usage, capacity,
     ("known", "as_if"),
     [
         ({"answer_tokens": 64.0}, 64),
-        ({"answer_tokens": 900.0}, 128),
+        ({"answer_tokens": 900.0}, 256),
         ({"answer_tokens": 64.0, "output_tokens_max": 40}, 40),
-        ({"answer_tokens": None}, 128),
+        ({"answer_tokens": None}, 256),
     ],
 )
 def test_answers_are_as_long_as_engines_count_or_shorter(known, as_if):

@@ -31,6 +31,9 @@ RISE_MAX: Final = 1e9
 """Of more first outputs from page to page the rest is not looked at."""
 PAGES_AVERAGED: Final = 16
 """For the share of the requests there that is ours."""
+OTHERS_MIN: Final = 1.0
+"""Requests of others that pages must show on average. Requests of ours that end between the reading of a
+page and now look like requests of others, and a first output that is not taken for ours is never made up for."""
 _KEPT: Final = 1.0 - 1.0 / PAGES_AVERAGED
 
 
@@ -74,8 +77,10 @@ class FirstOutputs:
         """
         before = self._count
         count = self._count = metrics.first_outputs_total if metrics.adapters is None else math.nan
-        rise = count - before
-        if isnan(rise) or since_s > PAGE_S_MAX:
+        # An engine that has counted no more than we have there was new when we came: all of it is ours.
+        new = since_s == math.inf and isnan(before) and 0.0 < count <= inflight_requests
+        rise = count if new else count - before
+        if not new and (isnan(rise) or since_s > PAGE_S_MAX):
             self.counted = False
             self._known = self._late = self._silent = 0
             self._rest = 0.0
@@ -107,4 +112,6 @@ class FirstOutputs:
 
     def _share(self) -> float:
         """Of the requests that the last pages showed, those of ours; 1 where they do not tell."""
-        return min(1.0, self._ours / self._all) if self._all > 0.0 else 1.0
+        if self._all - self._ours <= OTHERS_MIN * PAGES_AVERAGED:
+            return 1.0
+        return self._ours / self._all

@@ -109,6 +109,36 @@ def test_of_a_counter_that_counts_others_too_a_share_is_ours():
     assert max(told) == 1
 
 
+def test_requests_that_end_after_the_page_was_read_are_not_of_others():
+    """Alone, of each first output one is ours, however many requests end before a page is looked at.
+
+    What were lost would count as waiting for ever: the oldest of ours are taken to be computed first.
+    """
+    there = Endpoint()
+    told = sum(
+        there.page(1, inflight=10 - number % 2, running_requests=10.0, waiting_requests=0.0)
+        for number in range(1_000)
+    )
+    assert told == 1_000
+
+
+def test_the_first_page_of_a_new_engine_counts_our_first_outputs():
+    """It counts no more than we have there, so that all of them are ours."""
+    outputs = FirstOutputs()
+    first = EndpointMetrics(first_outputs_total=3.0)
+    assert outputs.scraped(first, 5, since_s=math.inf) == 3
+    assert outputs.counted
+    assert outputs.scraped(EndpointMetrics(first_outputs_total=4.0), 5, since_s=0.2) == 1
+
+
+def test_the_first_page_of_an_engine_that_has_served_others_tells_nothing():
+    """Its counter is greater than what we have there."""
+    outputs = FirstOutputs()
+    first = EndpointMetrics(first_outputs_total=6.0)
+    assert outputs.scraped(first, 5, since_s=math.inf) == 0
+    assert not outputs.counted
+
+
 def test_one_picker_alone_has_all_of_it():
     """Though some of its requests are still on their way."""
     there = Endpoint()

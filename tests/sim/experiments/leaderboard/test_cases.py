@@ -58,7 +58,8 @@ def test_pickers_believe_of_prefill_what_a_picker_without_a_configuration_does(n
 
 def test_every_engine_that_is_not_as_believed_has_a_hold_out():
     """On which nobody tunes."""
-    held = [case for case in CASES.values() if case.engines or case.scrapes]
+    cases = (*CASES.values(), *FURTHER_CASES.values())
+    held = [case for case in cases if case.engines or case.scrapes]
     assert all(case.hold_out for case in held)
     assert [case.name for case in CASES.values() if case.cluster().response_chunks] == [
         "chunks-held"

@@ -218,7 +218,7 @@ class AddedTime(Parameters, frozen=True, dict=True):
         return {
             **{name: cost / speed for name, cost in tokens.items()},
             "adapter": adapter,
-            "first token": self.first_token_weight * first_token,
+            "first token weight": self.first_token_weight * first_token,
         }
 
     def _add_memory(

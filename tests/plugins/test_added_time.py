@@ -115,8 +115,8 @@ def test_the_weight_counts_what_the_request_waits_for_its_first_token(weight):
     plain = AddedTime(first_token_weight=0.0).cost_parts(asked, columns)
     parts = AddedTime(first_token_weight=weight).cost_parts(asked, columns)
     own = sum(plain[name] for name in AddedTime.first_token_parts)
-    np.testing.assert_allclose(parts.pop("first token"), weight * own)
-    assert not plain.pop("first token").any()
+    np.testing.assert_allclose(parts.pop("first token weight"), weight * own)
+    assert not plain.pop("first token weight").any()
     for name, part in plain.items():
         np.testing.assert_array_equal(parts[name], part)
     scores = AddedTime(first_token_weight=weight).score(asked, columns)

@@ -111,6 +111,8 @@ class Lease(Struct, eq=False, gc=False):
     """All of them."""
     prefilled: bool = False
     """It was seen that they are computed, or will not be."""
+    assumed: bool = False
+    """They drained while nothing told of first outputs: no later evidence is of this request."""
     recorded: dict[str, tuple[object, Any]] = field(default_factory=dict)
     """Name of an affinity index -> the index, and what its `record` returned for this request."""
     rank: int = -1
@@ -164,7 +166,11 @@ class _Backlog:
         """`first`, the oldest, has drained."""
         counted = self.first_outputs.counted
         shown = first.request.stream and self.shown_at_s > -math.inf
-        if first.prefilled or not (counted or shown):
+        if first.prefilled:
+            return
+        if not (counted or shown):
+            first.assumed = True
+            self.first_outputs.assumed()
             return
         self.drained.append(first)
         # After that nothing may be seen for long.
@@ -270,7 +276,7 @@ class InflightLedger:
             backlog = columns.prefill_backlog_tokens.item(slot)
             columns.prefill_backlog_tokens[slot] = backlog - lease.prefill_tokens
             lease.prefill_tokens = 0.0
-        if computed and not lease.prefilled:
+        if computed and not (lease.prefilled or lease.assumed):
             self._backlogs[slot].first_outputs.known()
         lease.prefilled = True
 

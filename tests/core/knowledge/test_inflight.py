@@ -301,6 +301,22 @@ def test_what_has_drained_before_a_page_that_came_late_stays_drained():
     assert columns.prefill_backlog_tokens[0] == 0.0
 
 
+def test_the_end_of_a_request_from_before_the_first_page_hides_no_first_output():
+    """It drained by belief, and its first output came before the first page that counts.
+
+    When it ends, no later page counts it: the next rise is another request's.
+    """
+    ledger, columns = ledger_of()
+    early = lease(ledger, tokens=10.0, now=0.0)
+    ledger.scraped(0, EndpointMetrics(first_outputs_total=50.0), 0.5)
+    ledger.scraped(0, EndpointMetrics(first_outputs_total=50.0), 0.7)
+    late = lease(ledger, tokens=1_000.0, now=0.8)
+    ledger.close(early, 0.85, answered=True)
+    ledger.scraped(0, EndpointMetrics(first_outputs_total=51.0), 0.9)
+    assert late.prefilled
+    assert columns.prefill_backlog_tokens[0] == 0.0
+
+
 def test_a_request_that_failed_at_once_releases_itself_alone():
     """No output will be counted for it, and it does not make the endpoint fast."""
     there = Counted()

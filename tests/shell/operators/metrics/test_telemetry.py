@@ -236,6 +236,7 @@ def exercise(exported):
     )
     telemetry.response_started(elapsed_s=0.2)
     telemetry.first_output(decision, elapsed_s=0.3)
+    telemetry.first_token_compared(0.2, 0.3)
     telemetry.completed(
         decision, Outcome(status=502), elapsed_s=1.0, output_tokens=9, cached_tokens=128
     )
@@ -1086,3 +1087,16 @@ def test_how_questions_for_tokens_ended_is_counted_by_who_was_asked():
     labels = {"backend": "vllm", "result": "agrees"}
     assert value("homing_tokenize_compared_total", labels) == 7
     assert value("homing_tokenize_circuit_open", {"backend": "local"}) == 1
+
+
+def test_a_first_token_is_late_or_early_by_so_much():
+    """Two sums tell how expectation and truth compare over all of them."""
+    exported = Exported(snapshot)
+    for expected_s, observed_s in ((0.2, 0.5), (0.4, 0.1), (0.3, 0.3)):
+        exported.telemetry.first_token_compared(expected_s, observed_s)
+    value = exported.registry.get_sample_value
+    assert value("homing_first_token_error_seconds_count", {"came": "later"}) == 2
+    assert value("homing_first_token_error_seconds_count", {"came": "earlier"}) == 1
+    assert value("homing_first_token_error_seconds_sum", {"came": "earlier"}) == pytest.approx(0.3)
+    assert value("homing_first_token_expected_seconds_total") == pytest.approx(0.9)
+    assert value("homing_first_token_observed_seconds_total") == pytest.approx(0.9)

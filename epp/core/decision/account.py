@@ -109,7 +109,7 @@ class Leg(Ranking, frozen=True, kw_only=True, dict=True):
     rank: int | None = None
     """Of `endpoint`, that was told to serve; None: its engine chooses, or has no others."""
     costs: tuple[Cost, ...] | None = None
-    """What the `tellers` said during the decision; None: the numbers of two endpoints tell it again."""
+    """The costs that the `tellers` gave during the decision; None: the numbers of two endpoints give them again."""
 
     @property
     def request(self) -> InferenceRequest:
@@ -141,11 +141,6 @@ class Leg(Ranking, frozen=True, kw_only=True, dict=True):
             prefill_tokens=self.lease.prefill_tokens,
             matched_blocks=self.matched_blocks,
         )
-
-    @_FoundOnce
-    def matched_most(self) -> int:
-        """The most leading blocks of the prompt that any candidate is believed to hold."""
-        return self.candidates.matched_most()
 
     @property
     def predicted_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""What the scorers of costs went by, in their own unit, of the chosen endpoint and of the next best.
+"""Scorers of costs say what they decided by: the cost of the chosen endpoint and of the next best, in parts.
 
 A cost becomes a score between the least and the greatest of all, so that one candidate which costs a
 thousand times as much makes all others look alike. In its unit nothing is stretched.
@@ -42,7 +42,7 @@ class Cost(Struct, frozen=True):
     def first_token(self) -> float | None:
         """After how long the chosen endpoint is expected to give the first token, in `unit`.
 
-        None: the scorer does not say.
+        It is None if the scorer does not say.
         """
         if not self.first_token_parts:
             return None
@@ -76,7 +76,7 @@ def cost_of(
     candidates: Candidates,
     positions: Sequence[int],
 ) -> Cost:
-    """What `plugin` tells of the candidates at `positions`: the chosen one, then the next best.
+    """Ask `plugin` for the cost of the candidates at `positions`: the chosen one, then the next best.
 
     Raises `CostError`, and what the plugin raises.
     """

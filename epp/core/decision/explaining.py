@@ -34,7 +34,7 @@ def explained(leg: Leg, outliers: Mapping[int, Outlier]) -> Explained:
     numbers: tuple[Sequence[float], ...] = ()
     most = 0
     if leg.costs is None and any(leg.tellers):
-        most = leg.matched_most
+        most = leg.candidates.matched_most()
         known = (leg.numbers_before, leg.runner_up_numbers)
         numbers = tuple([one for one in known if one])
     found = [outliers.get(leg.candidates.slot.item(at)) for at in positions]

@@ -522,8 +522,8 @@ class Scheduler:
     def _costs(
         self, request: InferenceRequest, candidates: Candidates, scored: Scored, picked: int
     ) -> tuple[Cost, ...]:
-        """What each scorer of costs says of the chosen endpoint and of the next best; a scorer that fails
-        is counted, and says nothing.
+        """Ask each scorer of costs about the chosen endpoint and the next best; a scorer that fails is
+        counted and left out.
         """
         second = runner_up_of(scored, picked)
         positions = (picked,) if second is None else (picked, second)

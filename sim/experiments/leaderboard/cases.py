@@ -51,7 +51,7 @@ _CONTEXT_TOKENS_MAX: Final = 120_000
 """Of conversations that would outgrow the context of the pods."""
 
 _DOCUMENTS: Final = Targets(ttft_s=2.0, tpot_s=0.1)
-"""What somebody accepts who sends a long document or a task, and not a question."""
+"""A client that sends a long document or a task accepts as much."""
 _OF_DOCUMENTS: Final = frozenset(
     {
         *("mooncake-conversation", "mooncake-synthetic", "mooncake-held", "speed-told-held"),
@@ -322,7 +322,7 @@ _TALKS: Final = Conversations(
     output=_lognormal(220, 200, 10, 1500),
     think_s=_lognormal(12, 15, 1, 90),
 )
-"""Of further hold-outs."""
+"""The conversations of two further hold-outs."""
 _MOONCAKE_HELD: Final = _open(_MOONCAKE_LONGER, 1.4)
 
 _PUBLISHED: Final = (
@@ -716,8 +716,7 @@ FURTHER_CASES: Final[Mapping[str, Case]] = MappingProxyType(
         )
     }
 )
-"""Name -> case that is in no board unless it is named. `firstTokenWeight` was confirmed on these; before,
-nothing was run on them."""
+"""Name -> case that is in no board unless it is named. No default was chosen on these."""
 
 
 class Ladder(Struct, frozen=True, kw_only=True):

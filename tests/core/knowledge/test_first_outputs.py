@@ -112,7 +112,7 @@ def test_of_a_counter_that_counts_others_too_a_share_is_ours():
 def test_requests_that_end_after_the_page_was_read_are_not_of_others():
     """Alone, of each first output one is ours, however many requests end before a page is looked at.
 
-    What were lost would count as waiting for ever: the oldest of ours are taken to be computed first.
+    A first output that is lost would leave a prompt waiting for ever, because the oldest count as computed first.
     """
     there = Endpoint()
     told = sum(

@@ -281,7 +281,7 @@ def test_a_case_with_adapters_moves_nothing_without_them(board):
 
 
 def test_goodput_is_a_mean_share_because_it_may_be_nothing():
-    """Of no share it can be told how many times the best it is."""
+    """A share of nothing has no ratio to the best."""
     rows = [
         replace(
             row("one", where),

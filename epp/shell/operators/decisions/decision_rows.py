@@ -85,12 +85,7 @@ def decided_row(
     """
     told, setting, states = kept.told, kept.setting, kept.states
     names = _names(setting, len(told.parts))
-    before = numbers_before(
-        told.numbers,
-        prompt_tokens=told.prompt_tokens,
-        prefill_tokens=told.prefill_tokens,
-        matched_blocks=told.matched_blocks,
-    )
+    before = _before(told)
     costs = _costs(told, setting, before)
     cost = next((one for one in costs if isinstance(one, Cost)), None)
     expected_s = _first_token_s(costs)
@@ -341,13 +336,17 @@ def _costs(told: Decided, setting: Setting, before: Sequence[float]) -> list[Cos
 
 def expected_first_token_s(told: Decided, setting: Setting) -> Seconds | None:
     """After how long the chosen endpoint was expected to give the first token; None: nobody said."""
-    before = numbers_before(
+    return _first_token_s(_costs(told, setting, _before(told)))
+
+
+def _before(told: Decided) -> Sequence[float]:
+    """`NUMBERS` of the chosen endpoint, as the scorers saw them."""
+    return numbers_before(
         told.numbers,
         prompt_tokens=told.prompt_tokens,
         prefill_tokens=told.prefill_tokens,
         matched_blocks=told.matched_blocks,
     )
-    return _first_token_s(_costs(told, setting, before))
 
 
 def _first_token_s(costs: Sequence[Cost | Row]) -> Seconds | None:

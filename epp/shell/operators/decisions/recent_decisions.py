@@ -254,7 +254,7 @@ class RecentDecisions:
         slot = candidates.slot
         if scored.weights is not self._weights:
             self._remember_setting(leg)
-        # Nobody else asks for these three as a rule, so that `leg` need not remember them.
+        # These three are rarely asked for again, so `leg` does not remember them.
         second = runner_up_of(scored, leg.picked)
         numbers = candidates.numbers_of(leg.picked)
         others = () if second is None else candidates.numbers_of(second)
@@ -339,7 +339,7 @@ class RecentDecisions:
         decision = exchange.decision
         if decision is not None:
             leg = decision.leg
-            # What was expected of one endpoint says nothing of another one that served.
+            # The expectation is of the chosen endpoint and says nothing of another one that served.
             seen = (
                 exchange.first_output_at_s is not None
                 and leg.lease.slot == leg.candidates.slot.item(leg.picked)

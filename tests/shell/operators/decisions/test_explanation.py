@@ -371,7 +371,7 @@ async def test_candidates_that_were_slow_are_marked():
 
 
 def test_what_was_expected_is_compared_with_what_came():
-    """Of requests that ended since it was last asked for, and whose first output was seen."""
+    """Requests are compared that ended since the last call and whose first output was seen."""
     told = Told(WeightedScorer("added-time", AddedTime(), 1.0))
     seen, unseen = told.decide(), told.decide()
     assert told.recent.first_tokens() == []
@@ -385,7 +385,7 @@ def test_what_was_expected_is_compared_with_what_came():
 
 
 def test_a_request_that_went_elsewhere_is_not_compared():
-    """What was expected of the chosen endpoint says nothing of the one that served."""
+    """The expectation is of the chosen endpoint and says nothing of the one that served."""
     told = Told(WeightedScorer("added-time", AddedTime(), 1.0))
     decision = told.decide()
     (other, *_) = (

@@ -5,6 +5,7 @@ and pages as they are scraped, and is driven through the same verbs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Final, Protocol, TypeAlias
@@ -41,6 +42,8 @@ from sim.sentences import unread
 _SESSION_AFFINITY: Final = "session-affinity"
 _SESSION_KEY: Final = b"of every replica in every run"
 """As from one Secret; a run depends on nothing but what it is told."""
+_LOADED_MAX: Final = 256
+"""Configurations that are kept: loading one tries its plugins out, which takes 50 ms."""
 
 
 class Route(Struct, gc=False, eq=False):
@@ -338,7 +341,7 @@ class PolicySource(Struct, frozen=True, kw_only=True):
 
     def load(self) -> PickerConfig:
         """The configuration. Raises `ConfigError` with all that is wrong with it."""
-        return load_config(self.text, self.source, plugin_tables())
+        return _loaded(self.text, self.source)
 
     def opener(
         self,
@@ -364,6 +367,11 @@ class PolicySource(Struct, frozen=True, kw_only=True):
             session_tokens=SessionTokens((_SESSION_KEY,)),
         )
         return lambda seed: SchedulerPolicy(settings, seed=seed)
+
+
+@lru_cache(maxsize=_LOADED_MAX)
+def _loaded(text: str, source: str) -> PickerConfig:
+    return load_config(text, source, plugin_tables())
 
 
 def policy_source(named: str) -> PolicySource:

@@ -37,6 +37,7 @@ from sim.output import add_output_options, progress_bar, write_whole
 from sim.sentences import sentence_of
 from sim.traces.arrival import TraceError
 from sim.traces.formats import open_trace
+from sim.traces.held import HeldTrace
 
 Job = TypeVar("Job")
 Answer = TypeVar("Answer")
@@ -233,15 +234,15 @@ def _work(pipe: Connection) -> None:
             pipe.send(outcome)
 
 
-def run_job(settings: RunSettings) -> Result:
-    """One run, without files. Raises as `Run` does."""
+def run_job(settings: RunSettings, held: HeldTrace | None = None) -> Result:
+    """Run once, without files. `held` is the trace, if it has been read before. Raises as `Run` does."""
     latest_s = 0.0
 
     def ended(request: SimulatedRequest) -> None:
         nonlocal latest_s
         latest_s = max(latest_s, request.arrived_at)
 
-    one = Run(settings, [ended])
+    one = Run(settings, [ended], held=held)
     one.run()
     summary = one.summary()
     blocks = one.variation.blocks

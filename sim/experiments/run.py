@@ -28,6 +28,7 @@ from sim.measurement.summaries import Ceilings, PeerSummary, PoolSummary, RunSum
 from sim.measurement.timeline import Timeline
 from sim.traces.arrival import Arrival, TraceError
 from sim.traces.formats import open_trace
+from sim.traces.held import HeldTrace
 from sim.traces.hits import AFFINITY, RANDOM, Hits
 from sim.traces.plausibility import warnings_of
 from sim.traces.prompts import (
@@ -84,12 +85,17 @@ class Run:
         settings: RunSettings,
         listeners: Iterable[Callable[[SimulatedRequest], None]] = (),
         decided: Callable[[SimulatedRequest], None] | None = None,
+        held: HeldTrace | None = None,
     ) -> None:
-        """Raises `TraceError`, `OSError` and `ConfigError`."""
+        """Raises `TraceError`, `OSError` and `ConfigError`.
+
+        `held` is the trace of `settings`, if it has been read before; None: it is read from its file.
+        """
         self.settings = settings
         """With the width of the jitter that is in effect."""
         self.stopped = False
-        self.trace: Trace = open_trace(Path(settings.trace), settings.read)
+        self._held = held
+        self.trace: Trace = held or open_trace(Path(settings.trace), settings.read)
         cluster = settings.cluster
         open_policy = cluster.opener(settings.policy)
         scheduler = open_policy(0).settings
@@ -209,9 +215,10 @@ class Run:
         peers = cluster.pickers.peering.summary()
         tiers = cluster.pods.tier_tokens()
         measured = self.measures.summary()
+        of_trace = warnings_of(self.trace) if self._held is None else self._held.warnings
         return replace(
             measured,
-            warnings=[*measured.warnings, *warnings_of(self.trace)],
+            warnings=[*measured.warnings, *of_trace],
             bad_lines=self.trace.bad_lines,
             pool=PoolSummary(
                 autoscaled=scenario is not None and scenario.autoscaler is not None,

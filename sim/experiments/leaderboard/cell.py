@@ -2,13 +2,15 @@
 
 import hashlib
 import tempfile
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
+from typing import Final
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from epp.core.types import Seconds
 from sim.cluster.policies import PolicySource
 from sim.experiments.jobs import JobError, run_job
 from sim.experiments.leaderboard.cases import Case
@@ -16,7 +18,11 @@ from sim.experiments.leaderboard.sources import code_hash, plugins_hash
 from sim.experiments.run import RunSettings
 from sim.measurement.summaries import RunSummary, Traffic
 from sim.traces.capture import CaptureWriter
+from sim.traces.formats import open_trace
+from sim.traces.held import HELD_REQUESTS_MAX, HeldTrace
 from sim.traces.reading import ReadOptions, content_hash
+
+_FOLDER: Final = "sim-leaderboard-"
 
 
 class Cell(Struct, frozen=True, kw_only=True):
@@ -73,19 +79,19 @@ def run_cell(cell: Cell) -> CellResult:
             "one that asked: expected the same"
         )
     if cell.case.file:
-        return _told(cell, cell.case.file, span_s=0.0)
-    with tempfile.TemporaryDirectory(prefix="sim-leaderboard-") as folder:
+        return _result(cell, cell.case.file, span_s=0.0)
+    if cell.requests <= HELD_REQUESTS_MAX:
+        drawn = _drawn(cell.case, cell.seed, cell.requests)
+        return _result(cell, str(drawn.trace.path), span_s=drawn.span_s, held=drawn.trace)
+    with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
         path = Path(folder) / f"{cell.case.name}.jsonl"
-        span_s = 0.0
-        with path.open("wb") as file:
-            writer = CaptureWriter(file, source=cell.name)
-            for arrival in cell.case.arrivals(cell.seed, cell.requests):
-                writer.write_arrival(arrival)
-                span_s = max(span_s, arrival.time_s)
-        return _told(cell, str(path), span_s=span_s)
+        span_s = _write_traffic(path, cell.case, cell.seed, cell.requests)
+        return _result(cell, str(path), span_s=span_s)
 
 
-def _told(cell: Cell, trace: str, *, span_s: float) -> CellResult:
+def _result(
+    cell: Cell, trace: str, *, span_s: Seconds, held: HeldTrace | None = None
+) -> CellResult:
     case = cell.case
     cluster, scenario = case.cluster(), case.scenario(span_s)
     if scenario is not None:
@@ -101,11 +107,39 @@ def _told(cell: Cell, trace: str, *, span_s: float) -> CellResult:
         targets=case.targets,
         scenario=scenario,
     )
-    summary = run_job(settings).summary
+    summary = run_job(settings, held).summary
     if case.workload is not None:
         # Each seed draws the traffic anew; the file that it went through says nothing of that.
         summary = replace(summary, traffic=Traffic(generated=True, resampled=None))
     return CellResult(inputs=cell.inputs, summary=summary)
+
+
+class _Drawn(Struct, frozen=True):
+    """The traffic of a case and a seed, which all strategies get."""
+
+    trace: HeldTrace
+    span_s: Seconds
+    """The latest arrival."""
+
+
+@lru_cache(maxsize=1)
+def _drawn(case: Case, seed: int, requests: int) -> _Drawn:
+    """The traffic is drawn once for the cells of a case and a seed, which follow each other."""
+    with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
+        path = Path(folder) / f"{case.name}.jsonl"
+        span_s = _write_traffic(path, case, seed, requests)
+        return _Drawn(HeldTrace(open_trace(path, ReadOptions(seed=seed))), span_s)
+
+
+def _write_traffic(path: Path, case: Case, seed: int, requests: int) -> Seconds:
+    """Write the traffic to `path` as a capture, which rounds times: return the latest arrival."""
+    span_s = 0.0
+    with path.open("wb") as file:
+        writer = CaptureWriter(file, source=f"{case.name}, seed {seed}")
+        for arrival in case.arrivals(seed, requests):
+            writer.write_arrival(arrival)
+            span_s = max(span_s, arrival.time_s)
+    return span_s
 
 
 @cache

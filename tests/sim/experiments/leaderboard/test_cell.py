@@ -54,6 +54,14 @@ def test_strategies_get_the_same_requests_and_seeds_others():
     assert run_cell(cell(seed=2)).summary.prompt_tokens != told[0].prompt_tokens
 
 
+@pytest.mark.parametrize("case", ["pickers-1", "pod-churn", "multi-turn"])
+def test_traffic_that_is_held_gives_the_figures_of_traffic_in_a_file(case, monkeypatch):
+    """A cell with too many requests to hold them reads each from its file."""
+    held = run_cell(cell(case))
+    monkeypatch.setattr(cells, "HELD_REQUESTS_MAX", 0)
+    assert run_cell(cell(case)) == held
+
+
 def test_what_happens_in_a_case_happens():
     """Pods that restart cut requests short, which clients send again."""
     summary = run_cell(cell("pod-churn", requests=400)).summary

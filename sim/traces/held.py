@@ -1,0 +1,25 @@
+"""A trace that is held in memory, for many runs of the same requests."""
+
+from collections.abc import Iterator
+from typing import Final
+
+from sim.traces.arrival import Arrival
+from sim.traces.plausibility import warnings_of
+from sim.traces.reading import Trace
+
+HELD_REQUESTS_MAX: Final = 20_000
+"""A trace with more requests is read anew by each run. A request takes some 0.5 to 5 KB."""
+
+
+class HeldTrace(Trace):
+    """A trace that was read once: iterating does not read the file, which may be gone."""
+
+    def __init__(self, trace: Trace) -> None:
+        """Read all of `trace`, which has at most `HELD_REQUESTS_MAX` requests. Raises as it does."""
+        super().__init__(trace.path, trace.format, trace.options)
+        self.warnings = tuple(warnings_of(trace))
+        self._arrivals_held = tuple(super().__iter__())
+
+    def __iter__(self) -> Iterator[Arrival]:
+        """Yield the same arrivals each time; the counters stay those of the reading."""
+        return iter(self._arrivals_held)

@@ -54,6 +54,22 @@ def ran(monkeypatch):
     return names
 
 
+def test_a_full_board_runs_the_leading_strategies_unless_others_are_named(ran):
+    """Without names a small board has all strategies, and a full board those that take an hour."""
+    leading = [name for name in built_in() if name in command.LEADING]
+    assert len(leading) == len(command.LEADING)
+    for arguments, expected in (
+        (("--size=full",), leading),
+        (("--size=full", "--strategies=all"), [name for name in built_in() if name != "default"]),
+        ((), [name for name in built_in() if name != "default"]),
+        (("--size=full", "--strategies=random,homing"), ["random", "homing"]),
+    ):
+        ran.clear()
+        wanted = ("--cases=pickers-1", "--requests=2", "--seeds=1", "--workers=1")
+        assert run(["leaderboard", *wanted, *arguments]) == 0
+        assert sorted(name.split(", ")[1] for name in ran) == sorted(expected)
+
+
 def summary_in(folder):
     return json.loads((folder / "summary.json").read_bytes())
 

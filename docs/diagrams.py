@@ -4,6 +4,7 @@ Both are of the sum that `added-time-scorer` documents, with its defaults; tests
 the sum with the scorer.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -12,7 +13,7 @@ from xml.sax.saxutils import escape
 from msgspec import Struct
 
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
-from epp.plugins.added_time import ATTENTION_TOKENS, DECODE_SHARE, AddedTime
+from epp.plugins.added_time import ATTENTION_TOKENS, DECODE_SHARE, HALF_WEIGHT_S, AddedTime
 
 FOLDER: Final = Path(__file__).parent / "scoring"
 WIDTH: Final = 760
@@ -38,6 +39,7 @@ class Pod(Struct, frozen=True, kw_only=True):
 
 
 PROMPT_TOKENS: Final = 6_400
+LINE_STEPS: Final = 60
 BLOCK_TOKENS: Final = 64
 PODS: Final = (
     Pod(
@@ -74,7 +76,8 @@ def terms(pod: Pod, prompt_tokens: int, rule: AddedTime) -> dict[str, float]:
     }
     if rule.first_token_weight:
         own = pod.pending_tokens + prefill
-        told["weight of the first token"] = rule.first_token_weight * own
+        half_weight = own + HALF_WEIGHT_S * PREFILL_TOKENS_PER_S
+        told["weight of the first token"] = rule.first_token_weight * own**2 / half_weight
     return told
 
 
@@ -134,6 +137,7 @@ def lines() -> str:
     }
     left, right, top, bottom = 60, WIDTH - 40, 40, 250
     most = max(line(longest) for line in drawn.values())
+    at_tokens = [longest * step / LINE_STEPS for step in range(LINE_STEPS + 1)]
 
     def place(tokens: float, seconds: float) -> str:
         x = left + (right - left) * tokens / longest
@@ -152,14 +156,15 @@ def lines() -> str:
         )
     for number, (name, line) in enumerate(drawn.items()):
         name_x = left + 10 + 245 * number
+        points = " ".join(place(tokens, line(tokens)) for tokens in at_tokens)
         parts.append(
             f'<polyline stroke="{COLOURS[2 * number]}" '
-            f'points="{place(0, line(0))} {place(longest, line(longest))}"/>'
+            f'points="{points}"/>'
             f'<rect x="{name_x}" y="11" width="12" height="12" fill="{COLOURS[2 * number]}"/>'
             f'<text x="{name_x + 18}" y="22">{escape(name)}</text>'
         )
     for prompt, seconds in idle.items():
-        worth = seconds * PREFILL_TOKENS_PER_S / (1.0 + rule.first_token_weight)
+        worth = _wait_s(seconds, rule.first_token_weight) * PREFILL_TOKENS_PER_S
         x, _, y = place(worth, seconds).partition(",")
         parts.append(
             f'<circle cx="{x}" cy="{y}" r="4" fill="{COLOURS[0]}"/>'
@@ -167,6 +172,13 @@ def lines() -> str:
             f"{prompt:,} held: a wait for {worth:,.0f}</text>"
         )
     return _svg(bottom + 48, "How long a wait a held prompt is worth", parts)
+
+
+def _wait_s(cost_s: float, weight: float) -> float:
+    """How long a wait costs `cost_s` if nothing else does: f of f + weight f^2 / (f + `HALF_WEIGHT_S`)."""
+    over = cost_s - HALF_WEIGHT_S
+    root = math.sqrt(over * over + 4 * (1 + weight) * cost_s * HALF_WEIGHT_S)
+    return (over + root) / (2 * (1 + weight))
 
 
 def _svg(height: int, label: str, parts: Sequence[str]) -> str:

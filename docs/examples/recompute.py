@@ -19,7 +19,8 @@ REPORTED_S_MAX = 2.0
 PREFILL_DELAY = 0.3
 EVICTION_COST = 2.0
 DECODE_TOKENS = 256
-FIRST_TOKEN_WEIGHT = 0.0
+FIRST_TOKEN_WEIGHT = 3.0
+HALF_WEIGHT_S = 0.5
 ADAPTER_LOAD_S = 1.0
 ADAPTER_WAIT_S = 1.5
 
@@ -79,7 +80,8 @@ def costs(line: dict[str, Any]) -> list[float]:
             tokens += per_token * (over + min(waiting[at], HELD_UP_MAX) * x)
         speed, report = known["prefill_tokens_per_s"], adapters[at]
         first = (pending + prefill) / speed + (unreported if report is None else adapter_s(report))
-        found.append((1 + FIRST_TOKEN_WEIGHT) * first + tokens / speed)
+        late = FIRST_TOKEN_WEIGHT * first**2 / (first + HALF_WEIGHT_S)
+        found.append(first + late + tokens / speed)
     return found
 
 

@@ -38,6 +38,9 @@ STEP_TOKENS: Final = 200.0
 HELD_UP_MAX: Final = 10.0
 """Of who waits at an endpoint, so many lose by what a request takes. In deep overload everybody waits for
 somebody anyhow; to count them all would hold prompts at an endpoint whose queue never ends."""
+HALF_WEIGHT_S: Final = 0.5
+"""A first token that takes so long has half of `firstTokenWeight`. A wait of some milliseconds is noticed by
+nobody, and to weigh it fully keeps short prompts away from pods that are idle and hold nothing yet."""
 REPORTED_S_MAX: Final = 2.0
 """What is older tells of requests that have ended since: to go by it sends everybody to whoever was idle
 then. Own counts stay."""
@@ -46,6 +49,7 @@ then. Own counts stay."""
 _NOTHING: Final = np.zeros(())
 _ONE: Final = np.ones(())
 _HELD_UP_MAX: Final = np.array(HELD_UP_MAX)
+_HALF_WEIGHT_S: Final = np.array(HALF_WEIGHT_S)
 _ATTENTION: Final = np.array(-0.5 / ATTENTION_TOKENS)
 
 _Share = Annotated[float, Meta(ge=0, le=1)]
@@ -58,14 +62,15 @@ class AddedTime(Parameters, frozen=True, dict=True):
     / `ATTENTION_TOKENS`) its prefill, n requests and C context tokens in flight at e, W waiting there,
     D tokens of its answer, `decodeTokens` at most, s(e) prefill tokens a second:
 
-        (1 + w) first(e)                              what it waits for its first token
+        (1 + w(e)) first(e)                           what it waits for its first token
         + ( a n p                                     n others, delayed while it is prefilled
           + r p                                       what its blocks evict, computed again
           + D d (C + n T)                             decoding: its own in their context, theirs in its
           + m(e) (over(e) + W' x) ) / s(e)            memory: its wait for it, theirs for what it takes
 
-    with first(e) = (pending(e) + p) / s(e) + adapter(e), w = `firstTokenWeight`, a = `prefillDelay`,
-    r = `evictionCost`, d = `DECODE_SHARE`; over(e): tokens by which it and who
+    with first(e) = (pending(e) + p) / s(e) + adapter(e), a = `prefillDelay`, r = `evictionCost`,
+    w(e) = `firstTokenWeight` first(e) / (first(e) + `HALF_WEIGHT_S`), so that a long wait weighs more than a
+    short one; d = `DECODE_SHARE`; over(e): tokens by which it and who
     waits exceed the KV cache; m(e) = D (`STEP_TOKENS` + d C) / capacity: how long a token of memory
     takes to come free; W' = min(W, `HELD_UP_MAX`). Where scrapes show more requests than were counted here, others send them.
     What an endpoint does not tell, or told too long ago, is the median of those that do, for who is
@@ -97,9 +102,10 @@ class AddedTime(Parameters, frozen=True, dict=True):
     eviction_cost: Annotated[float, Meta(ge=0, le=100)] = 2.0
     """Tokens that are computed again for each that is computed here: caches are full, so that its blocks
     evict others', and the next turn of this prompt goes where it went."""
-    first_token_weight: Annotated[float, Meta(ge=0, le=10)] = 0.0
+    first_token_weight: Annotated[float, Meta(ge=0, le=10)] = 3.0
     """How much more a second weighs that the request itself waits for its first token (the queue, its own
-    prefill, its adapter) than a second that it takes from others; 0: as much."""
+    prefill, its adapter) than a second that it takes from others, if the wait is long; half of it counts
+    where the first token takes 0.5 s. 0: as much."""
     decode_tokens: Annotated[int, Meta(ge=1)] = 256
     """Of an answer, at most; fewer where the request has a lower limit, or where engines count that answers
     of the pool have fewer on average."""
@@ -130,14 +136,14 @@ class AddedTime(Parameters, frozen=True, dict=True):
         return np.array(self.prefill_delay)
 
     @cached_property
-    def _own_wait(self) -> Floats:
-        """The factor for what the request waits before its own prefill begins, as an array."""
-        return np.array(1.0 + self.first_token_weight)
+    def _weight(self) -> Floats:
+        """The parameter `first_token_weight`, as an array."""
+        return np.array(self.first_token_weight)
 
     @cached_property
     def _own_prefill(self) -> Floats:
         """The factor for the request's own prefill and for the blocks that it evicts, as an array."""
-        return np.array(1.0 + self.first_token_weight + self.eviction_cost)
+        return np.array(1.0 + self.eviction_cost)
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         prompt_tokens = float(request.prompt_tokens)
@@ -161,10 +167,23 @@ class AddedTime(Parameters, frozen=True, dict=True):
             unseen *= held_up
             unseen *= np.array(to_compute.item(to_compute.argmin()))
             cost += unseen
-        cost *= self._own_wait
         prefill = to_compute * _ATTENTION
         prefill += np.array(1.0 + prompt_tokens / ATTENTION_TOKENS)
         prefill *= to_compute
+        adapter_s = None
+        if candidates.adapters_reported:
+            adapter_s = self._adapter_s(request, candidates)
+        if self.first_token_weight:
+            speed = candidates.prefill_tokens_per_s
+            first = cost + prefill
+            if adapter_s is not None:
+                first += adapter_s * speed
+            half_weight = speed * _HALF_WEIGHT_S
+            half_weight += first
+            first *= first
+            first /= half_weight
+            first *= self._weight
+            cost += first
         factor = requests * self._delay
         factor += self._own_prefill
         prefill *= factor
@@ -174,11 +193,10 @@ class AddedTime(Parameters, frozen=True, dict=True):
         requests *= np.array(decode_tokens * DECODE_SHARE * prompt_tokens)
         cost += requests
         self._add_memory(cost, load, to_compute, held_up, context, decode_tokens)
-        adapters_reported = candidates.adapters_reported
-        if adapters_reported or not candidates.prefill_alike:
+        if adapter_s is not None or not candidates.prefill_alike:
             cost /= candidates.prefill_tokens_per_s
-        if adapters_reported:
-            cost += self._adapter_s(request, candidates) * self._own_wait
+        if adapter_s is not None:
+            cost += adapter_s
         return scores_of_cost(cost)
 
     def cost_parts(
@@ -218,7 +236,9 @@ class AddedTime(Parameters, frozen=True, dict=True):
         return {
             **{name: cost / speed for name, cost in tokens.items()},
             "adapter": adapter,
-            "first token weight": self.first_token_weight * first_token,
+            "first token weight": (
+                self.first_token_weight * first_token**2 / (first_token + HALF_WEIGHT_S)
+            ),
         }
 
     def _add_memory(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epp.core.types import BYTES_PER_TOKEN
-from epp.plugins.added_time import ATTENTION_TOKENS, AddedTime
+from epp.plugins.added_time import ATTENTION_TOKENS, HALF_WEIGHT_S, AddedTime
 from epp.plugins.cost import scores_of_cost
 from tests.builders import candidates, lora, request, resident
 from tests.sim.made import arrivals, kind, ran
@@ -41,9 +41,24 @@ def test_where_nothing_is_cached_the_least_work_decides():
 def test_a_prefix_is_worth_what_it_saves_and_no_more():
     """640 tokens, and twice as many for what they evict: 1,920 tokens to wait for are a tie."""
     whole = 640 * (1 + 320 / ATTENTION_TOKENS) * 3.0
-    held = {"matched_blocks": [BLOCKS, 0]}
+    held = {"matched_blocks": [BLOCKS, 0], "plugin": AddedTime(first_token_weight=0.0)}
     assert best(**held, inflight_prefill_tokens=[whole - 1.0, 0.0]) == [0]
     assert best(**held, inflight_prefill_tokens=[whole + 1.0, 0.0]) == [1]
+
+
+@given(weight=st.floats(0.1, 10.0), prompt_blocks=st.integers(2, 200))
+def test_a_prefix_is_worth_a_shorter_wait_the_more_the_first_token_weighs(weight, prompt_blocks):
+    """A wait that lasts as long as the evictions do is too long with a weight, and short without one."""
+    tokens = 64 * prompt_blocks
+    alone = tokens * (1 + tokens / 2 / ATTENTION_TOKENS)
+    pool = {"matched_blocks": [prompt_blocks, 0], "inflight_prefill_tokens": [2.99 * alone, 0.0]}
+    for plugin, expected in (
+        (AddedTime(first_token_weight=0.0), [0]),
+        (AddedTime(first_token_weight=weight), [1]),
+    ):
+        columns = candidates(prompt_tokens=tokens, total_blocks=prompt_blocks, **pool)
+        scores = plugin.score(request(prompt_tokens=tokens), columns)
+        assert np.flatnonzero(scores == scores.max()).tolist() == expected
 
 
 def test_one_waiting_for_memory_costs_more_the_more_of_it_a_prompt_takes():
@@ -100,7 +115,7 @@ def test_a_pod_that_reports_no_adapters_is_the_median_of_those_that_do(reports, 
 
 @pytest.mark.parametrize("weight", [0.0, 2.0, 7.5])
 def test_the_weight_counts_what_the_request_waits_for_its_first_token(weight):
-    """Each second of queue, prefill and adapter counts once more, `weight` times; nothing else does."""
+    """Queue, prefill and adapter count once more: `weight` times if long, less if short; nothing else does."""
     columns = candidates(
         matched_blocks=[BLOCKS, 0, 4],
         total_blocks=BLOCKS,
@@ -115,14 +130,13 @@ def test_the_weight_counts_what_the_request_waits_for_its_first_token(weight):
     plain = AddedTime(first_token_weight=0.0).cost_parts(asked, columns)
     parts = AddedTime(first_token_weight=weight).cost_parts(asked, columns)
     own = sum(plain[name] for name in AddedTime.first_token_parts)
-    np.testing.assert_allclose(parts.pop("first token weight"), weight * own)
+    once_more = weight * own * own / (own + HALF_WEIGHT_S)
+    np.testing.assert_allclose(parts.pop("first token weight"), once_more)
     assert not plain.pop("first token weight").any()
     for name, part in plain.items():
         np.testing.assert_array_equal(parts[name], part)
     scores = AddedTime(first_token_weight=weight).score(asked, columns)
-    np.testing.assert_allclose(
-        scores, scores_of_cost(sum(plain.values()) + weight * own), atol=1e-9
-    )
+    np.testing.assert_allclose(scores, scores_of_cost(sum(plain.values()) + once_more), atol=1e-9)
 
 
 def test_the_greater_the_weight_the_sooner_the_first_token():

@@ -145,7 +145,8 @@ async def test_a_cost_is_told_by_its_parts():
 
 async def test_the_cost_of_an_adapter_is_among_its_parts():
     """Where adapters are reported, parts add up to what was decided by, at a silent endpoint too."""
-    told = Told(WeightedScorer("added-time", AddedTime(), 1.0), waiting=(0.0, 0.0, 0.0))
+    plugin = AddedTime(first_token_weight=0.0)
+    told = Told(WeightedScorer("added-time", plugin, 1.0), waiting=(0.0, 0.0, 0.0))
     told.scheduler.keeps_costs = True
     for slot, report in enumerate((lora("b", "c", slots_max=2), lora("a", slots_max=2))):
         metrics = EndpointMetrics(
@@ -160,9 +161,9 @@ async def test_the_cost_of_an_adapter_is_among_its_parts():
     assert "adapter 0.75" in cost, "the median of nothing and of a wait of 1.5 s"
     (row,) = await told.recent.rows(1, Wanted())
     chosen, second = (one["total"] for one in row["costs"][0]["endpoints"])
-    assert second == pytest.approx(chosen + 0.75 * (1.0 + AddedTime().first_token_weight))
+    assert second == pytest.approx(chosen + 0.75)
     others = [score for score in row["scores"] if score["endpoint"] == "pod-0"]
-    assert others[0]["cost"] == pytest.approx(chosen + 1.5 * (1.0 + AddedTime().first_token_weight))
+    assert others[0]["cost"] == pytest.approx(chosen + 1.5)
 
 
 async def test_what_is_believed_of_peers_is_in_the_parts():

@@ -30,7 +30,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
 from typing import Final, NamedTuple, cast
 
@@ -160,39 +160,50 @@ class _Messages:
         self._need = _PREFIX_BYTES
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The messages that are whole now. Raises `_RefusedError`."""
-        self._parts.append(data)
+        """Return the messages that are whole now. Raises `_RefusedError`."""
+        before_bytes = self.held_bytes
         self.held_bytes += len(data)
         if self.held_bytes < self._need:
+            self._parts.append(data)
             return []
-        if len(self._parts) > 1:
-            data = b"".join(self._parts)
         found: list[bytes] = []
-        start, end = 0, len(data)
-        while True:
-            if end - start < _PREFIX_BYTES:
-                self._need = _PREFIX_BYTES
+        start = 0
+        if self._need > _PREFIX_BYTES:
+            # The parts begin behind the prefix, so that joining them with the end is the only copy.
+            start = self._need - before_bytes
+            found.append(b"".join((*self._parts, memoryview(data)[:start])))
+        elif before_bytes:
+            data = b"".join((*self._parts, data))
+        end = len(data)
+        self._need = _PREFIX_BYTES
+        while end - start >= _PREFIX_BYTES:
+            stop = start + _PREFIX_BYTES + self._length_at(data, start)
+            if stop > end:
+                self._need = stop - start
                 break
-            if data[start]:
-                raise _RefusedError(
-                    Status(Code.UNIMPLEMENTED, "compressed messages are not understood")
-                )
-            length = int.from_bytes(data[start + 1 : start + _PREFIX_BYTES], "big")
-            if length > self._bytes_max:
-                raise _RefusedError(
-                    Status(
-                        Code.RESOURCE_EXHAUSTED,
-                        f"a message of {length} bytes is longer than {self._bytes_max}",
-                    )
-                )
-            self._need = _PREFIX_BYTES + length
-            if end - start < self._need:
-                break
-            found.append(data[start + _PREFIX_BYTES : start + self._need])
-            start += self._need
+            found.append(data[start + _PREFIX_BYTES : stop])
+            start = stop
         self.held_bytes = end - start
-        self._parts = [data[start:]] if self.held_bytes else []
+        # The rest is a copy, because a view would keep the messages before it in memory.
+        rest = data[start + _PREFIX_BYTES if self._need > _PREFIX_BYTES else start :]
+        self._parts = [rest] if self.held_bytes else []
         return found
+
+    def _length_at(self, data: bytes, start: int) -> int:
+        """Return the length that the prefix at `start` states. Raises `_RefusedError`."""
+        if data[start]:
+            raise _RefusedError(
+                Status(Code.UNIMPLEMENTED, "compressed messages are not understood")
+            )
+        length = int.from_bytes(data[start + 1 : start + _PREFIX_BYTES], "big")
+        if length > self._bytes_max:
+            raise _RefusedError(
+                Status(
+                    Code.RESOURCE_EXHAUSTED,
+                    f"a message of {length} bytes is longer than {self._bytes_max}",
+                )
+            )
+        return length
 
 
 class _Stream:
@@ -257,7 +268,7 @@ class _Lingering:
 class _Read(NamedTuple):
     """Bytes that were read, or a piece of them."""
 
-    data: bytes
+    data: bytes | memoryview
     at_s: Seconds
     overdue_s: Seconds
     """For how long they may have waited for that."""
@@ -339,8 +350,7 @@ class _Connection(asyncio.Protocol):
         self.heard_at_s = now = self._server.clock()
         self._pinged_at_s = None
         overdue_s = self._server.lag.overdue_s(now)
-        for start in range(0, len(data), READ_BYTES_MAX):
-            piece = data[start : start + READ_BYTES_MAX]
+        for piece in _pieces(data):
             self._unread.append(_Read(piece, now, overdue_s))
         if not self._turn_due and (not self._server.turns.idle or self.turn()):
             self._wait_for_turn()
@@ -992,6 +1002,14 @@ def _socket(host: str, port: int) -> socket.socket:
     return socket.create_server(
         (host, port), family=family, dualstack_ipv6=dualstack, backlog=BACKLOG
     )
+
+
+def _pieces(data: bytes) -> Sequence[bytes | memoryview]:
+    """Cut `data` into pieces of at most `READ_BYTES_MAX`, without copying."""
+    if len(data) <= READ_BYTES_MAX:
+        return (data,)
+    view = memoryview(data)
+    return [view[start : start + READ_BYTES_MAX] for start in range(0, len(data), READ_BYTES_MAX)]
 
 
 def _sent(out: bytes) -> dict[int, bool]:

@@ -69,7 +69,8 @@ class RequestHeaders(Struct, frozen=True, gc=False):
 
 
 class RequestBody(Struct, frozen=True, gc=False):
-    body: bytes
+    body: bytes | memoryview
+    """A piece of the body, or all of it. A view keeps the message in memory that it is a part of."""
     end_of_stream: bool
     subset: tuple[str, ...] | None = None
 

@@ -332,7 +332,7 @@ class Session:
         self._budget = budget or BodyBudget(sys.maxsize)
         self._resolver = resolver
         self._exchange = Exchange(0.0)
-        self._body: list[bytes] = []
+        self._body: list[bytes | memoryview] = []
         self._held: list[RequestBody | RequestTrailers] = []
         """What came while the request waits."""
 
@@ -541,8 +541,8 @@ class Session:
             self._exchange.passed_unread = True
             return self._route_unread_buffered(now)
         if self.undecoded:
-            return self._wait_until_decoded(lambda at: self._route_buffered(event.body, at))
-        return self._route_buffered(event.body, now)
+            return self._wait_until_decoded(lambda at: self._route_buffered(bytes(event.body), at))
+        return self._route_buffered(bytes(event.body), now)
 
     def _route_buffered(self, body: bytes, now: Seconds) -> list[Answer]:
         parsed = self._parse(body)
@@ -687,7 +687,7 @@ class Session:
         if self._settings.subset_filter:
             self._subset = subset
 
-    def _hold(self, body: bytes) -> list[Answer]:
+    def _hold(self, body: bytes | memoryview) -> list[Answer]:
         """Hold the next piece of the body, or return the refusal of a body that is too much."""
         piece_bytes = len(body)
         self._body_bytes += piece_bytes
@@ -733,10 +733,10 @@ class Session:
             return
         self._encoded = EncodedBody(encoding, settings.request_body_bytes_max)
 
-    def _decode(self, chunk: bytes) -> list[Answer]:
+    def _decode(self, chunk: bytes | memoryview) -> list[Answer]:
         """Take the next encoded chunk, and decode for one turn; return a refusal or nothing."""
         assert self._encoded is not None, "the body has a content encoding"
-        self._encoded.feed(chunk)
+        self._encoded.feed(bytes(chunk))
         return self._work(self._encoded)
 
     def _work(self, encoded: EncodedBody) -> list[Answer]:
@@ -808,7 +808,8 @@ class Session:
     def _route_full_duplex(self, now: Seconds, *, trailers: bool) -> list[Answer]:
         if self.undecoded:
             return self._wait_until_decoded(partial(self._route_full_duplex, trailers=trailers))
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        # If there is only one piece, and it is bytes, this makes no copy.
+        body = b"".join(self._body)
         self._body.clear()
         parsed = self._parse(body)
         if isinstance(parsed, Refusal):
@@ -1063,7 +1064,7 @@ _HANDLERS: Final[Mapping[tuple[Phase, type[Event]], _Handler]] = {
 }
 
 
-def chunks(body: bytes, *, ends: bool) -> Sequence[tuple[bytes | memoryview, bool]]:
+def chunks(body: bytes | memoryview, *, ends: bool) -> Sequence[tuple[bytes | memoryview, bool]]:
     """Cut `body` into pieces that every gateway accepts, without copying; `ends` marks the last.
 
     An empty body is one empty piece if it ends the stream, and nothing otherwise.

@@ -1,5 +1,6 @@
 """The phases of a stream, driven through both codecs so that what is asserted is on the wire."""
 
+import gzip
 import re
 from typing import ClassVar
 
@@ -15,7 +16,12 @@ from epp.core.decision.profile import NamedResponder
 from epp.core.knowledge.inflight import Ending
 from epp.core.parameters import Parameters
 from epp.core.protocol.budget import PIECE_BYTES, BodyBudget
-from epp.core.protocol.messages import BODY_CHUNK_BYTES_MAX, BodyMode
+from epp.core.protocol.messages import (
+    BODY_CHUNK_BYTES_MAX,
+    BodyMode,
+    RequestBody,
+    RequestTrailers,
+)
 from epp.core.protocol.session import (
     PIECE_MEAN_BYTES_MIN,
     PIECES_FREE,
@@ -60,6 +66,29 @@ def test_bodies_are_cut_where_every_gateway_accepts_them(size):
     assert [last for _, last in pieces] == [False] * (len(pieces) - 1) + [True]
     assert all(len(piece) <= BODY_CHUNK_BYTES_MAX for piece, _ in pieces)
     assert not any(last for _, last in chunks(body, ends=False))
+
+
+@pytest.mark.parametrize("encoding", ["identity", "gzip"])
+@pytest.mark.parametrize("mode", [gw.FULL_DUPLEX, gw.BUFFERED, gw.STREAMED])
+@pytest.mark.parametrize("ends", ["with the piece", "with trailers", "with an empty piece"])
+def test_a_piece_of_a_body_may_be_a_view(mode, ends, encoding):
+    """It is answered as bytes are, also where it is the whole body."""
+    body = BODY if encoding == "identity" else gzip.compress(BODY)
+    answered, requests = [], []
+    for piece in (body, memoryview(body)):
+        stream = stream_of()
+        fields = gw.COMPLETIONS | {"content-encoding": encoding}
+        stream.send(gw.request_headers(fields, modes=gw.protocol(mode, gw.NONE)))
+        answers = stream.session.receive(RequestBody(piece, ends == "with the piece"), 0.0)
+        if ends != "with the piece":
+            end = RequestTrailers() if ends == "with trailers" else RequestBody(b"", True)
+            answers += stream.session.receive(end, 0.0)
+        answered.append([gw.encode(answer) for answer in answers])
+        requests.append(stream.told.exchange.request)
+    assert answered[0] == answered[1]
+    assert answered[0]
+    assert requests[0].prompt_tokens == requests[1].prompt_tokens
+    assert requests[0].chains == requests[1].chains
 
 
 def test_full_duplex_with_trailers_ends_with_the_trailers():

@@ -24,7 +24,7 @@ from epp.shell.gateway.codec import (
     MalformedMessageError,
     decode,
 )
-from epp.shell.gateway.wire import HEADERS_KEPT_MAX, Decoder, Unscanned
+from epp.shell.gateway.wire import HEADERS_KEPT_MAX, VIEWED_BYTES_MIN, Decoder, Unscanned
 from tests import gateway as gw
 from tests.test_gateways import TRANSCRIPTS, load, play
 
@@ -440,9 +440,22 @@ def test_which_path_is_taken_is_reported_once():
     assert decoder.fallbacks[Unscanned.HEADERS] == 1
 
 
-def test_a_body_is_the_same_object_type_whatever_its_size():
-    """Bytes, which outlive the message."""
+def test_a_body_that_came_whole_is_bytes():
+    """Whatever its size, because it is read as it is."""
     message = bytearray(gw.request_body(b"x" * 70_000))
     event = Decoder().decode(bytes(message))
     assert event == RequestBody(b"x" * 70_000, True)
     assert type(event.body) is bytes
+
+
+@pytest.mark.parametrize("size", [1, VIEWED_BYTES_MIN - 1, VIEWED_BYTES_MIN, 70_000])
+def test_a_long_piece_of_a_body_is_no_copy(size):
+    """It is a view of its message. Short pieces are copied, and so are pieces of a response and pieces
+    beside which the message holds more, because a view would keep that in memory."""
+    piece = b"x" * size
+    event = Decoder().decode(gw.request_body(piece, end=False))
+    assert event == RequestBody(piece, False)
+    assert type(event.body) is (bytes if size < VIEWED_BYTES_MIN else memoryview)
+    hinted = gw.request_body(piece, end=False, hint=HINT)
+    for message in (hinted, gw.response_body(piece, end=False)):
+        assert type(Decoder().decode(message).body) is bytes

@@ -28,8 +28,9 @@ Places: TypeAlias = npt.NDArray[np.bool_]
 
 _FOLDING: Final = np.uint8(0x20)
 """The bit that is all that tells "[" from "{", "]" from "}" and "E" from "e"."""
-_SLICE_BYTES: Final = 65_536
-"""Counted at a time: what is allocated for that is small enough to be there already."""
+_SLICE_BYTES: Final = 262_144
+"""Bytes of a body that one call counts. The results of that many fit into the cache of a core, and a
+body of some hundred kilobytes takes few calls."""
 _WINDOW: Final = (DIGITS_MAX + 1) // 2
 """More than `DIGITS_MAX` digits in a row fill at least one aligned window of this size."""
 
@@ -137,10 +138,19 @@ def _has_more_pieces(symbols: Symbols, pieces_max: int) -> bool:
         innermost += _count(part == ord(","))
     if pieces + PIECES_PER_FRACTION * innermost <= pieces_max:
         return False
-    after = _folded(symbols[1:])
-    points = _is_digit(symbols[:-1]) & ((after == ord(".")) | (after == ord("e")))
-    fractions = min(innermost, _count(points))
+    fractions = min(innermost, _count_points(symbols))
     return pieces + PIECES_PER_FRACTION * fractions > pieces_max
+
+
+def _count_points(symbols: Symbols) -> int:
+    """Count the points and exponents that follow a digit."""
+    points = 0
+    for start in range(0, len(symbols), _SLICE_BYTES):
+        # One byte of the next slice may be such a point.
+        part = symbols[start : start + _SLICE_BYTES + 1]
+        after = _folded(part[1:])
+        points += _count(_is_digit(part[:-1]) & ((after == ord(".")) | (after == ord("e"))))
+    return points
 
 
 def _count(places: Places) -> int:
@@ -149,9 +159,11 @@ def _count(places: Places) -> int:
 
 def _may_have_long_number(symbols: Symbols) -> bool:
     """Whether some aligned window is all digits."""
-    windows = symbols[: len(symbols) // _WINDOW * _WINDOW].reshape(-1, _WINDOW)
-    candidates = windows[_is_digit(windows[:, 0]) & _is_digit(windows[:, -1])]
-    return bool(_is_digit(candidates).all(axis=1).any())
+    ends = _is_digit(symbols[_WINDOW - 1 :: _WINDOW])
+    if not ends.any():
+        return False
+    windows = symbols[: len(ends) * _WINDOW].reshape(-1, _WINDOW)[ends]
+    return bool(_is_digit(windows).all(axis=1).any())
 
 
 def _has_long_number(symbols: Symbols) -> bool:

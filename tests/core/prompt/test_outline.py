@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from msgspec import ValidationError
 
 from epp.core.prompt.outline import (
+    _SLICE_BYTES,
     BYTES_PER_PIECE,
     DIGITS_MAX,
     PIECES_MAX,
@@ -113,6 +114,17 @@ def test_each_kind_of_piece_is_counted(piece):
     for count, fits in ((most, True), (most + 1, False)):
         body = f"[{','.join([piece] * count)}{' ' * PIECES_MAX}]".encode()
         assert admitted(body) is fits, count
+
+
+@pytest.mark.parametrize("shift", range(4))
+@pytest.mark.parametrize("piece", ["[]", '""', "1.5"])
+def test_pieces_are_counted_wherever_a_slice_of_the_body_ends(piece, shift):
+    """A fraction between two slices is counted, and nothing is counted twice."""
+    weight = PIECES_PER_FRACTION if piece == "1.5" else 1
+    most = (PIECES_MAX - 1) // weight
+    blanks = " " * (_SLICE_BYTES - 40 - shift)
+    for count, fits in ((most, True), (most + 1, False)):
+        assert admitted(f"[{blanks}{','.join([piece] * count)}]".encode()) is fits, count
 
 
 @pytest.mark.parametrize("cheap", ["1", "123456", "-7", "true", "false", "null", " "])

@@ -17,6 +17,7 @@ from sim.cluster.settings import ClusterSettingsError
 from sim.drive import command as drive_command
 from sim.engine import calibrate
 from sim.engine.profiles import ProfileError
+from sim.estimation import command as profile_command
 from sim.experiments import compare, replay, replicas, size, strategies, sweep, tune
 from sim.experiments.executors import ExecutorError
 from sim.experiments.jobs import JobError
@@ -54,6 +55,7 @@ def run(arguments: Sequence[str] | None) -> int:
     replicas.add_parser(commands)
     strategies.add_parser(commands)
     leaderboard.add_parser(commands)
+    profile_command.add_parser(commands)
     calibrate.add_parser(commands)
     validate.add_parser(commands)
     options = parser.parse_args(arguments)

@@ -28,7 +28,7 @@ defaults. Adapter load: from disk, an assumption (0.3 to 5 s are seen).
 import argparse
 import tomllib
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias
@@ -81,6 +81,29 @@ class StepWork(Struct):
     """What bringing cached prompts back takes, and saving them before: nothing runs meanwhile."""
 
 
+class EstimateError(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How far an estimated profile may be off, as shares, when nobody has measured it.
+
+    Each is the worst that was found by leaving out one measured model or GPU at a time
+    (`docs/estimates.md`). A time may be `1 / (1 + error)` to `1 + error` of the real one.
+    """
+
+    prefill: Annotated[float, Meta(ge=0.0, le=10.0)]
+    """Of the time of a step that computes a prompt."""
+    decode: Annotated[float, Meta(ge=0.0, le=10.0)]
+    """Of the time of a step in which requests decode."""
+    kv_tokens: Annotated[float, Meta(ge=0.0, le=10.0)]
+
+    @property
+    def said(self) -> str:
+        """The largest of the three, and each of them, in words."""
+        worst = max(self.prefill, self.decode, self.kv_tokens)
+        return (
+            f"within ± {worst:.0%} (prefill {self.prefill:.0%}, decode {self.decode:.0%}, KV tokens "
+            f"{self.kv_tokens:.0%})"
+        )
+
+
 class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One model on one kind of GPU. Seconds and tokens."""
 
@@ -124,6 +147,8 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_num_seqs: _Count = 1024
     max_num_batched_tokens: _Count = 8192
     """Both: the defaults of `vllm serve` on a GPU of at least 70 GiB (not A100)."""
+    estimated: EstimateError | None = None
+    """How far the constants may be off if they were estimated; None if they were measured."""
 
     def __post_init__(self) -> None:
         if len(self.linear_tokens) != len(self.linear_s):
@@ -176,6 +201,17 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """
         work = StepWork(tokens=tokens, prefills=1, attention_pairs=tokens * tokens / 2, sequences=1)
         return tokens / self.step_s(work)
+
+    def decode_step_s(self, requests: int, context_tokens: int) -> float:
+        """Time of a step in which so many requests decode, each after so many tokens."""
+        work = StepWork(
+            tokens=requests,
+            decodes=requests,
+            decode_context_tokens=requests * context_tokens,
+            longest_context_tokens=context_tokens,
+            sequences=requests,
+        )
+        return self.step_s(work)
 
     def linear_layers_s(self, tokens: int) -> float:
         """All layers but attention, for `tokens` tokens together."""
@@ -232,6 +268,20 @@ class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         other = (5.5 + (0.15 if self.tensor_parallel == 1 else 0.6)) * 2**30
         left = self.share * self.bytes - self.weight_bytes / self.tensor_parallel - other
         return int(left * self.tensor_parallel / self.kv_bytes_per_token)
+
+
+def estimate_warnings(profiles: Iterable[Profile]) -> list[str]:
+    """A sentence for each profile that was estimated and not measured."""
+    errors = {profile.name: profile.estimated for profile in profiles}
+    return [estimate_warning(name, error.said) for name, error in errors.items() if error]
+
+
+def estimate_warning(name: str, said: str) -> str:
+    """What a report says of an estimated profile; `said` is how far it may be off."""
+    return (
+        f"Profile {name} is estimated, {said}: times may be off by as much, and by more where requests "
+        "queue."
+    )
 
 
 class ProfileError(ValueError):
@@ -320,7 +370,7 @@ def profile_as_toml(profile: Profile, comments: dict[str, str]) -> str:
     """The text of a profile for `profiles_in`, a comment behind the fields that have one."""
     lines = [f"[{_toml(profile.name)}]"]
     for field, value in msgspec.to_builtins(profile).items():
-        if field != "name" and value not in ((), []):
+        if field != "name" and value not in ((), [], None):
             comment = f"  # {comments[field]}" if field in comments else ""
             lines.append(f"{field} = {_toml(value)}{comment}")
     return "\n".join(lines) + "\n"
@@ -329,6 +379,8 @@ def profile_as_toml(profile: Profile, comments: dict[str, str]) -> str:
 def _toml(value: object) -> str:
     if isinstance(value, str):
         return msgspec.json.encode(value).decode()
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     if isinstance(value, float):

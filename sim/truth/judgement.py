@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from epp.core.expectation import misfit
+from sim.engine.profiles import Profile
 from sim.sentences import unread
 
 T = TypeVar("T")
@@ -59,6 +60,16 @@ def against(
         error=simulated / recorded - 1.0,
         tolerance=tolerance,
     )
+
+
+def tolerated(usual: float, profile: Profile | None) -> float:
+    """The tolerance of a judgement: of an estimated profile its published error, where that is more.
+
+    `profile` stands in the place of what the recording names; None if it does not.
+    """
+    if profile is None or profile.estimated is None:
+        return usual
+    return max(usual, profile.estimated.prefill, profile.estimated.decode)
 
 
 def fitted(truth: str, what: str, value: float, unit: str, *, profile: float) -> Judgement:

@@ -35,6 +35,7 @@ from sim.truth.judgement import (
     converted,
     fitted,
     lines_of,
+    tolerated,
 )
 
 BLIND_TOLERANCES: Final = {"TTFT": 0.15, "TPOT": 0.08, "E2E": 0.08}
@@ -88,26 +89,29 @@ class Served(Struct, frozen=True, kw_only=True):
     last_token_s: Seconds
 
 
-def judge(folder: Path, description: dict[str, Any], told: Told) -> Iterator[Judgement]:
+def judge(
+    folder: Path, description: dict[str, Any], told: Told, given: Profile | None = None
+) -> Iterator[Judgement]:
     """Means without any fit; then host time and skew, means and 99th percentiles with them.
 
-    Raises TruthError.
+    A `given` profile stands in the place of the recording's own, with its own KV cache; nothing is fitted
+    then. Raises TruthError.
     """
     shape = converted(folder, description, Description)
     served = sorted(lines_of(folder / "requests.jsonl", Served), key=lambda row: row.arrival_s)
-    profile = _profile(folder, shape)
+    profile = given or _profile(folder, shape)
+    engine = shape.engine if given is None else _with_cache_of(given, shape.engine)
     recorded = _recorded(served)
-    blind = simulate(profile, shape.engine, served)
+    blind = simulate(profile, engine, served)
     told(1 / _SIMULATIONS)
     for at, measure in enumerate(_MEASURES):
         means = (recorded[at].mean(), blind[at].mean())
-        yield against(
-            folder.name, f"mean {measure}, nothing fitted", means, "s", BLIND_TOLERANCES[measure]
-        )
+        tolerance = tolerated(BLIND_TOLERANCES[measure], given)
+        yield against(folder.name, f"mean {measure}, nothing fitted", means, "s", tolerance)
     for at, measure in enumerate(_MEASURES):
         tails = (np.percentile(recorded[at], 99), np.percentile(blind[at], 99))
         yield against(folder.name, f"p99 {measure}, nothing fitted", tails, "s", None)
-    if len(served) <= FITTED_ON:
+    if len(served) <= FITTED_ON or given is not None:
         return
     suited = fit(profile, shape.engine, served, told)
     yield fitted(folder.name, "host time, fitted", suited.host_s, "s", profile=profile.host_s)
@@ -122,6 +126,13 @@ def judge(folder: Path, description: dict[str, Any], told: Told) -> Iterator[Jud
         tails = (np.percentile(recorded[at], 99), np.percentile(rest[at], 99))
         what = f"p99 {measure} of the rest, fitted"
         yield against(folder.name, what, tails, "s", FITTED_P99_TOLERANCE)
+
+
+def _with_cache_of(profile: Profile, engine: EngineSettings) -> EngineSettings:
+    """The engine with as many blocks as the profile's KV cache has."""
+    return msgspec.structs.replace(
+        engine, blocks_total=profile.kv_tokens // engine.block_size_tokens + 1
+    )
 
 
 def simulate(profile: Profile, engine: EngineSettings, served: Sequence[Served]) -> _Floats:

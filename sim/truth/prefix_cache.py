@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from epp.core.types import Seconds
 from sim.engine.engine import Engine, EngineSettings
-from sim.engine.profiles import DEFAULT_PROFILE, find_profile
+from sim.engine.profiles import DEFAULT_PROFILE, Profile, find_profile
 from sim.engine.request import EngineRequest
 from sim.pods.tokens import encode_ids, hash_chain
 from sim.truth.judgement import (
@@ -65,8 +65,13 @@ class WrittenEvents:
         raise AssertionError("nobody resets a cache of the truth")
 
 
-def judge(folder: Path, description: dict[str, Any], told: Told) -> Iterator[Judgement]:
-    """`cached_tokens` of each request, then the KV events, all to agree. Raises TruthError."""
+def judge(
+    folder: Path, description: dict[str, Any], told: Told, given: Profile | None = None
+) -> Iterator[Judgement]:
+    """`cached_tokens` of each request, then the KV events, all to agree. Raises TruthError.
+
+    Blocks do not depend on times; a `given` profile stands in the place of the default one.
+    """
     shape = converted(folder, description, Description)
     recorded = lines_of(folder / "sequential.jsonl", Recorded)
     settings = EngineSettings(
@@ -75,7 +80,7 @@ def judge(folder: Path, description: dict[str, Any], told: Told) -> Iterator[Jud
         max_num_seqs=shape.max_num_seqs,
         max_num_batched_tokens=shape.max_num_batched_tokens,
     )
-    engine = Engine(settings, find_profile(DEFAULT_PROFILE))
+    engine = Engine(settings, given or find_profile(DEFAULT_PROFILE))
     engine.pool.watcher = written = WrittenEvents()
     now: Seconds = 0.0
     agreed = 0

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from epp.core.decision.failures import Interrupted
+from sim.engine.profiles import Profile, profile_named
 from sim.interrupts import INTERRUPTED, interrupts_call
 from sim.output import progress_bar
 from sim.sentences import sentence_of
@@ -32,7 +33,7 @@ from sim.truth.judgement import Judgement, Told, TruthError, described
 class Kind(Struct, frozen=True):
     """What is done with the recordings of one kind."""
 
-    judge: Callable[[Path, dict[str, Any], Told], Iterator[Judgement]]
+    judge: Callable[[Path, dict[str, Any], Told, Profile | None], Iterator[Judgement]]
     work: float
     """How long one takes, about, beside those of other kinds."""
 
@@ -70,6 +71,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "(default: those that come with it, and those in $HOMING_SHARED/truth, else "
         "../shared/truth)",
     )
+    parser.add_argument(
+        "--profile",
+        type=profile_named,
+        metavar="NAME|FILE.toml",
+        help="judge this profile in the place of the one that belongs to each recording; of an "
+        "estimated profile its published error is the tolerance",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the judgements there")
     parser.set_defaults(run=run)
 
@@ -87,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     findings = Findings()
     try:
         with interrupts_call(_interrupt):
-            findings.judge_all(folders)
+            findings.judge_all(folders, options.profile)
     except KeyboardInterrupt:
         # What is left to do is to tell what is done.
         pass
@@ -121,8 +129,8 @@ class Findings:
     def passed(self) -> bool:
         return not self.problems and all(judgement.passed for judgement in self.judgements)
 
-    def judge_all(self, folders: Sequence[Path]) -> None:
-        """One after the other, the quick ones first, with a bar."""
+    def judge_all(self, folders: Sequence[Path], given: Profile | None = None) -> None:
+        """One after the other, the quick ones first, with a bar; `given` as `judge` has it."""
         order = list(KINDS)
         ranked: list[tuple[int, float, Path]] = []
         for folder in folders:
@@ -147,7 +155,7 @@ class Findings:
                     bar.update(task, completed=100.0 * (start + share * work) / whole)
 
                 try:
-                    self.judgements += list(judge(folder, told))
+                    self.judgements += list(judge(folder, told, given))
                 except TruthError as problem:
                     self.problems.append(str(problem))
                 told(1.0)
@@ -166,8 +174,11 @@ def folders_in(root: Path) -> list[Path]:
     return sorted(file.parent for file in root.glob("*/engine.toml"))
 
 
-def judge(folder: Path, told: Told) -> Iterator[Judgement]:
-    """All that is to be said of one recording. Raises TruthError."""
+def judge(folder: Path, told: Told, given: Profile | None = None) -> Iterator[Judgement]:
+    """All that is to be said of one recording. Raises TruthError.
+
+    A `given` profile stands in the place of the recording's own.
+    """
     description = described(folder)
     kind = description.get("kind")
     known = KINDS.get(str(kind))
@@ -175,7 +186,7 @@ def judge(folder: Path, told: Told) -> Iterator[Judgement]:
         raise TruthError(
             f"{folder / 'engine.toml'}: kind: expected one of {', '.join(KINDS)}, got {kind!r}."
         )
-    yield from known.judge(folder, description, told)
+    yield from known.judge(folder, description, told, given)
 
 
 def as_json(findings: Findings, *, complete: bool) -> bytes:

@@ -179,7 +179,9 @@ def test_a_profile_survives_its_file(tmp_path, name):
     assert again.linear_tokens == find_profile(name).linear_tokens
     for field in Profile.__struct_fields__:
         mine, theirs = getattr(again, field), getattr(find_profile(name), field)
-        assert mine == (theirs if isinstance(theirs, str) else pytest.approx(theirs, rel=1e-5))
+        assert mine == (
+            theirs if isinstance(theirs, str | None) else pytest.approx(theirs, rel=1e-5)
+        )
 
 
 @pytest.mark.parametrize(

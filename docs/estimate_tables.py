@@ -1,0 +1,125 @@
+"""The tables of docs/estimates.md, of what `python -m docs.estimates` has measured."""
+
+from collections.abc import Sequence
+
+from docs.estimates import Results, published
+from sim.estimation.gpus import gpus
+from sim.estimation.roofline import KINDS
+
+
+def error_table(results: Results) -> str:
+    """The published errors."""
+    rows = [("model", "GPU", "prefill", "decode")]
+    for name, says in (("measured", "measured with other models"), ("unmeasured", "not measured")):
+        for kind, error in published(results)[name].items():
+            rows.append(
+                (
+                    KINDS[kind],
+                    says,
+                    f"± {error.prefill:.0%}",
+                    f"± {error.decode:.0%}",
+                )
+            )
+    return _table(rows, words=2)
+
+
+def left_table(results: Results) -> str:
+    """Each model without itself, and without its GPU."""
+    rows = [("measured", "without", "prefill", "decode")]
+    told = {"model": "this model", "gpu": "this GPU"}
+    ordered = sorted(results.left, key=lambda one: (one.kind != "dense", one.kind, one.what))
+    rows += [
+        (one.what, told[one.without], _per_cent(one.prefill), _per_cent(one.decode))
+        for one in ordered
+    ]
+    return _table(rows, words=2)
+
+
+def built_in_table(results: Results) -> str:
+    """Built-in profiles, whole steps."""
+    rows = [("built-in profile", "without", "prefill", "decode")]
+    told = {"model": "this model", "gpu": "this GPU"}
+    rows += [
+        (f"`{one.what}`", told[one.without], _per_cent(one.prefill), _per_cent(one.decode))
+        for one in results.built_in
+    ]
+    return _table(rows, words=2)
+
+
+def cache_table(results: Results) -> str:
+    """KV caches, by what the others tell."""
+    rows = [("KV cache of each GPU", "measured", "estimated", "error, of the GPU's memory")]
+    rows += [
+        (one.what, f"{one.measured_gb:.2f} GB", f"{one.estimated_gb:.2f} GB", f"{one.error:+.1%}")
+        for one in results.caches
+    ]
+    return _table(rows, words=1)
+
+
+def judged_table(results: Results) -> str:
+    """Whole runs."""
+    rows = [("recording", "what", "recorded", "simulated", "error", "published error")]
+    rows += [
+        (
+            one.truth,
+            one.what.replace(", nothing fitted", ""),
+            _figure(one.recorded, one.unit),
+            _figure(one.simulated, one.unit),
+            f"{one.error:+.1%}",
+            f"± {one.tolerance:.0%}",
+        )
+        for one in results.judged
+    ]
+    return _table(rows, words=2)
+
+
+def gpu_table(results: Results) -> str:
+    """The GPUs, and what was found of each that was measured."""
+    rows = [
+        ("GPU", "memory", "bandwidth", "16 bits", "FP8", "interconnect", "kernels", "source"),
+    ]
+    rows += [
+        (
+            f"`{gpu.name}`",
+            f"{gpu.memory_bytes / 1e9:.1f} GB",
+            f"{gpu.memory_bytes_per_s / 1e9:,.0f} GB/s",
+            f"{gpu.half_flops / 1e12:,.0f} TFLOPS",
+            f"{gpu.fp8_flops / 1e12:,.0f} TFLOPS" if gpu.fp8_flops else "",
+            f"{gpu.interconnect_bytes_per_s / 1e9:,.0f} GB/s",
+            "measured" if gpu.name in results.efficiencies else "",
+            gpu.source,
+        )
+        for gpu in gpus().values()
+    ]
+    return _table(rows, words=1)
+
+
+def efficiency_table(results: Results) -> str:
+    """The shares of the peaks that kernels reach."""
+    fields = (
+        ("linear_bandwidth", "products, reading"), ("linear_compute", "products, arithmetic"),
+        ("fp8_compute", "the same in FP8"), ("prefill_compute", "attention, prompts"),
+        ("decode_bandwidth", "attention, decoding"), ("expert_bandwidth", "experts, reading"),
+        ("expert_compute", "experts, arithmetic"), ("all_reduce_share", "all-reduce"),
+    )  # fmt: skip
+    rows = [("GPU", *(says for _, says in fields))]
+    for name, one in results.efficiencies.items():
+        rows.append((f"`{name}`", *(f"{getattr(one, field):.2f}" for field, _ in fields)))
+    return _table(rows, words=1)
+
+
+def _figure(value: float | None, unit: str) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f} {unit}".rstrip() if value >= 1000 else f"{value:.4g} {unit}".rstrip()
+
+
+def _per_cent(error: float | None) -> str:
+    return "" if error is None else f"{error:.0%}"
+
+
+def _table(rows: Sequence[tuple[str, ...]], *, words: int) -> str:
+    """A Markdown table whose first `words` columns are text, the others numbers."""
+    ruler = ["---" if at < words else "---:" for at in range(len(rows[0]))]
+    lines = [rows[0], tuple(ruler), *rows[1:]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,196 @@
+"""A profile of a model on a GPU that nobody has measured."""
+
+from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from sim.engine.profiles import KV_TOKENS_MIN, EstimateError, Profile, ProfileError
+from sim.estimation.gpus import Gpu
+from sim.estimation.model_config import ModelShape
+from sim.estimation.roofline import (
+    CONTEXT_TOKENS,
+    LAYER_TABLE_TOKENS,
+    MEMORY_SHARE,
+    TENSOR_PARALLEL_MAX,
+    Efficiency,
+    Fit,
+    KvFormat,
+    MemoryModel,
+    Roofline,
+    fitted,
+    kind_of,
+    memory_fit,
+    pooled,
+)
+
+HOST_S: Final = 0.0015
+HOST_S_SEVERAL: Final = 0.002
+"""Scheduling and launching a step, on one GPU and on several: as the built-in profiles have it."""
+KV_ERROR_MAX: Final = 10.0
+"""Where hardly anything is left for the KV cache, how wrong it is has no meaning."""
+_SEQUENCES: Final = 256
+"""Up to so many, the time of the output layer is put on a line."""
+
+
+class EstimateSettings(Struct, frozen=True, kw_only=True):
+    """On what a model is to run, and how."""
+
+    gpu: Gpu
+    tensor_parallel: int = 1
+    kv_format: KvFormat = "auto"
+    context_tokens: int = CONTEXT_TOKENS
+    """The usual length of a context, by which sliding windows are counted."""
+    memory_share: float = MEMORY_SHARE
+    """`--gpu-memory-utilization`."""
+    max_num_seqs: int | None = None
+    """None: the default of vLLM for the GPU."""
+    max_num_batched_tokens: int | None = None
+    """None: the default of vLLM for the GPU."""
+    max_model_len_tokens: int | None = None
+    """None: what the model allows."""
+    as_unmeasured: bool = False
+    """Whether to leave out all that was measured on this GPU."""
+
+
+class DoesNotFitError(ProfileError):
+    """The model does not fit into the memory of its GPUs."""
+
+
+def estimated_profile(
+    shape: ModelShape,
+    settings: EstimateSettings,
+    *,
+    name: str = "",
+    efficiency: Efficiency | None = None,
+    memory: MemoryModel | None = None,
+) -> Profile:
+    """The profile of a model, with how far it may be off.
+
+    `efficiency` and `memory` stand in the place of what was fitted, for leaving measurements out.
+    Raises `DoesNotFitError`, and `ProfileError` for a model that cannot be divided so.
+    """
+    _check_division(shape, settings.tensor_parallel)
+    known = fitted() if efficiency is None or memory is None else None
+    at = _roofline(shape, settings, efficiency)
+    if memory is None:
+        assert known is not None
+        memory = known.memory
+    sequences, batched = _limits(settings)
+    fit = _fit(at, settings, memory)
+    if fit.kv_tokens < KV_TOKENS_MIN:
+        raise DoesNotFitError(_does_not_fit(shape, settings, memory, fit))
+    degree = settings.tensor_parallel
+    head_s, full_head_s = at.head_s(1), at.head_s(_SEQUENCES)
+    table = [(tokens, at.step_s(tokens)) for tokens in LAYER_TABLE_TOKENS]
+    last, before = table[-1], table[-2]
+    kv_bytes = at.kv_bytes_a_layer * shape.reach(settings.context_tokens)
+    return Profile(
+        name=name or f"{shape.name.rpartition('/')[2].lower()}-{settings.gpu.name}-tp{degree}",
+        model=shape.name,
+        kv_tokens=fit.kv_tokens,
+        max_model_len_tokens=settings.max_model_len_tokens or shape.max_model_len_tokens,
+        kv_bytes_per_token=round(kv_bytes * (1 if shape.latent else degree)),
+        linear_tokens=tuple(tokens for tokens, _ in table),
+        linear_s=tuple(seconds for _, seconds in table),
+        linear_s_per_token=(last[1] - before[1]) / (last[0] - before[0]),
+        all_reduce_s=at.all_reduce_s(0),
+        all_reduce_s_per_token=at.all_reduce_s(1) - at.all_reduce_s(0),
+        prefill_s=shape.layers * at.efficiency.prefill_launch_s,
+        pair_s=at.pair_s,
+        decode_s=shape.layers * at.efficiency.decode_launch_s,
+        decode_s_per_context_token=at.decode_s_per_context_token,
+        mixed_decode_factor=at.efficiency.mixed_decode_factor,
+        head_s=head_s,
+        head_s_per_sequence=(full_head_s - head_s) / (_SEQUENCES - 1),
+        host_s=HOST_S if degree == 1 else HOST_S_SEVERAL,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=batched,
+        estimated=_error(at, settings, fit, memory) if known is not None else None,
+    )
+
+
+def _error(
+    at: Roofline, settings: EstimateSettings, fit: Fit, memory: MemoryModel
+) -> EstimateError:
+    """The published error for such a model on such a GPU.
+
+    That of the KV cache is known as a share of the GPU's memory: the less is left for the cache, the more
+    it is of that.
+    """
+    known = fitted()
+    measured = at.gpu.name in known.gpus and not settings.as_unmeasured
+    steps = (known.measured if measured else known.unmeasured)[kind_of(at.shape, at.gpu)]
+    kept = fit.kv_tokens * at.kv_bytes_a_layer * at.shape.reach(at.context_tokens)
+    wrong = memory.error_of(at.shape) * at.gpu.memory_bytes / kept
+    return EstimateError(
+        prefill=steps.prefill, decode=steps.decode, kv_tokens=min(KV_ERROR_MAX, round(wrong, 2))
+    )
+
+
+def gpus_needed(shape: ModelShape, settings: EstimateSettings, memory: MemoryModel) -> int | None:
+    """The fewest GPUs, a power of two, among which the model fits; None if no number does."""
+    degree = 1
+    while degree <= TENSOR_PARALLEL_MAX:
+        tried = replace(settings, tensor_parallel=degree)
+        if shape.heads % degree == 0:
+            fit = _fit(_roofline(shape, tried, None), tried, memory)
+            if fit.kv_tokens >= KV_TOKENS_MIN:
+                return degree
+        degree *= 2
+    return None
+
+
+def _roofline(
+    shape: ModelShape, settings: EstimateSettings, efficiency: Efficiency | None
+) -> Roofline:
+    gpu = settings.gpu
+    if efficiency is None:
+        known = fitted().gpus
+        mine = None if settings.as_unmeasured else known.get(gpu.name)
+        efficiency = mine or pooled(known, gpu)
+    return Roofline(
+        shape=shape,
+        gpu=gpu,
+        efficiency=efficiency,
+        tensor_parallel=settings.tensor_parallel,
+        kv_format=settings.kv_format,
+        context_tokens=settings.context_tokens,
+    )
+
+
+def _limits(settings: EstimateSettings) -> tuple[int, int]:
+    """`max_num_seqs` and `max_num_batched_tokens`."""
+    sequences, batched = settings.gpu.engine_defaults
+    sequences = settings.max_num_seqs or sequences
+    return sequences, max(sequences, settings.max_num_batched_tokens or batched)
+
+
+def _fit(at: Roofline, settings: EstimateSettings, memory: MemoryModel) -> Fit:
+    sequences, batched = _limits(settings)
+    return memory_fit(
+        at, memory, memory_share=settings.memory_share, sequences=sequences, batched=batched
+    )
+
+
+def _check_division(shape: ModelShape, degree: int) -> None:
+    if shape.heads % degree:
+        raise ProfileError(
+            f"--tp {degree}: expected a divisor of the {shape.heads} attention heads of {shape.name}."
+        )
+
+
+def _does_not_fit(
+    shape: ModelShape, settings: EstimateSettings, memory: MemoryModel, fit: Fit
+) -> str:
+    gpu, degree = settings.gpu, settings.tensor_parallel
+    usable = settings.memory_share * gpu.memory_bytes
+    needed = gpus_needed(shape, settings, memory)
+    advice = (
+        f"it needs --tp {needed}" if needed else f"no --tp up to {TENSOR_PARALLEL_MAX} is enough"
+    )
+    return (
+        f"{shape.name} does not fit on {degree} x {gpu.name}: each has {usable / 1e9:.1f} GB for vLLM, "
+        f"its share of the weights is {fit.weight_bytes / 1e9:.1f} GB, activations and buffers "
+        f"{fit.other_bytes / 1e9:.1f} GB; {advice}."
+    )

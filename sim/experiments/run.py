@@ -22,6 +22,7 @@ from sim.cluster.incidents import Configure, play
 from sim.cluster.policies import PolicySource
 from sim.cluster.settings import ClusterSettings
 from sim.cluster.simulated_request import SimulatedRequest
+from sim.engine.profiles import estimate_warnings
 from sim.experiments.scenario_file import Scenario
 from sim.measurement.measures import Measures, Targets, rounded
 from sim.measurement.summaries import Ceilings, PeerSummary, PoolSummary, RunSummary
@@ -218,7 +219,11 @@ class Run:
         of_trace = warnings_of(self.trace) if self._held is None else self._held.warnings
         return replace(
             measured,
-            warnings=[*measured.warnings, *of_trace],
+            warnings=[
+                *estimate_warnings(kind.profile for kind in settings.pods),
+                *measured.warnings,
+                *of_trace,
+            ],
             bad_lines=self.trace.bad_lines,
             pool=PoolSummary(
                 autoscaled=scenario is not None and scenario.autoscaler is not None,

@@ -1,7 +1,7 @@
 """The flags that `sim replay`, `compare` and `sweep` share, and the runs that they describe."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -337,6 +337,7 @@ def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
         "config_hashes": {run.policy.name: run.policy.hash for run in (settings, *others)},
         "pods": len(cluster.pods),
         "profiles": {name: profiles.count(name) for name in dict.fromkeys(profiles)},
+        **_estimate_conditions(kind for run in (settings, *others) for kind in run.cluster.pods),
         "max_loras": cluster.pods[0].engine.max_loras,
         **_cache_conditions(cluster.pods),
         **_feature_conditions(cluster.pods),
@@ -362,6 +363,14 @@ def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
         "warm_up_s": settings.warm_up_s,
         "check": settings.check,
     }
+
+
+def _estimate_conditions(pods: Iterable[PodKind]) -> dict[str, Any]:
+    """How far estimated profiles may be off, if any was estimated."""
+    told = {
+        kind.profile.name: kind.profile.estimated.said for kind in pods if kind.profile.estimated
+    }
+    return {"estimated": told} if told else {}
 
 
 def _cache_conditions(pods: Sequence[PodKind]) -> dict[str, Any]:

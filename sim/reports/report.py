@@ -7,6 +7,7 @@ from typing import Final
 
 from msgspec import UNSET, UnsetType
 
+from sim.engine.profiles import estimate_warning
 from sim.measurement.assumptions import NOT_MODELLED
 from sim.measurement.summaries import (
     AssumptionSummary,
@@ -57,6 +58,7 @@ _CONDITIONS: Final = {
     "max_loras": "adapter slots of a pod",
     "caches": "how pods keep prompts",
     "engines": "pods by what engines do besides",
+    "estimated": "estimated profiles",
     "engine_evidence": "what that was checked against",
     "replicas": "pickers",
     "assignment": "requests reach pickers",
@@ -270,16 +272,22 @@ def run_table(run: RunSummary) -> str:
 
 
 def warnings_of(summary: RepeatedSummary) -> list[str]:
-    """What would mislead whoever reads a comparison or a sweep: of the first seed, each once."""
+    """What would mislead whoever reads a comparison, a sweep or a sizing, each once.
+
+    Estimated profiles come first, also those of options without a run; the others are of the first seed.
+    """
+    estimated: dict[str, str] = summary.conditions.get("estimated", {})
+    estimates = [estimate_warning(name, said) for name, said in estimated.items()]
     told: dict[str, dict[str, None]] = {}
     configs = {run.config: None for run in summary.runs}
     for run in summary.runs:
         if run.seed == summary.first_seed:
             for warning in run.run.warnings:
                 told.setdefault(warning, {})[run.config] = None
-    return [
+    return estimates + [
         warning if names == configs else f"{', '.join(names)}: {warning}"
         for warning, names in told.items()
+        if warning not in estimates
     ]
 
 

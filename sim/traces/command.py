@@ -16,7 +16,7 @@ from rich.progress import track
 from rich.table import Table
 
 from epp.core.capture.lines import Salt
-from sim.engine.profiles import DEFAULT_PROFILE, Profile, profile_named
+from sim.engine.profiles import DEFAULT_PROFILE, Profile, estimate_warnings, profile_named
 from sim.output import Printer
 from sim.sentences import sentence_of, warned
 from sim.traces.arrival import Arrival
@@ -174,11 +174,14 @@ def _inspect(options: argparse.Namespace, console: Console) -> int:
             "warnings": warnings,
             "estimates": [*_ESTIMATES, *(_TOKEN_ESTIMATES if _token_estimate(trace) else ())],
             "pool": {"pods": pool.pods, "profile": profile.name, "kv_tokens": kv_tokens},
+            **({"estimated": profile.estimated.said} if profile.estimated else {}),
             **msgspec.to_builtins(found),
         }
         _write_json(document)
         return 0
     _print(console, trace, pool, found)
+    for sentence in estimate_warnings([profile]):
+        console.print(sentence, markup=False, highlight=False)
     for warning in warnings:
         warned(warning)
     return 0

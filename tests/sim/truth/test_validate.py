@@ -5,13 +5,14 @@ import json
 import re
 import shutil
 
+import msgspec
 import numpy as np
 import pytest
 
 from sim.__main__ import main
 from sim.engine.engine import Engine
 from sim.engine.least_squares import bounded_least_squares
-from sim.engine.profiles import find_profile
+from sim.engine.profiles import EstimateError, find_profile, profile_as_toml
 from sim.engine.request import EngineRequest
 from sim.truth import ladder, latency, validate
 from sim.truth.judgement import TruthError, converted, described, lines_of
@@ -26,10 +27,11 @@ max_num_batched_tokens = 2048
 """
 
 
-def validated(tmp_path, *folders):
+def validated(tmp_path, *folders, profile=None):
     """Exit code and what `--json` wrote."""
     out = tmp_path / "judgements.json"
     options = [option for folder in folders for option in ("--truth", str(folder))]
+    options += [] if profile is None else ["--profile", str(profile)]
     code = main(["validate", *options, "--json", str(out)])
     return code, json.loads(out.read_bytes())
 
@@ -175,6 +177,41 @@ def test_a_slower_engine_fails(tmp_path, recording, capsys):
     code, document = validated(tmp_path, recording)
     assert (code, document["passed"]) == (1, False)
     assert "FAILED" in capsys.readouterr().out
+
+
+@pytest.fixture
+def estimate(tmp_path):
+    """The profile of the recording, as an estimate that is a tenth too slow and says a fifth."""
+    known = find_profile("llama-3.1-8b-h100-tp1")
+    slower = msgspec.structs.replace(
+        known,
+        weight_read_s=1.1 * known.weight_read_s,
+        linear_s_per_token=1.1 * known.linear_s_per_token,
+        estimated=EstimateError(prefill=0.2, decode=0.15, kv_tokens=0.1),
+    )
+    file = tmp_path / "estimate.toml"
+    file.write_text(profile_as_toml(slower, {}))
+    return file
+
+
+def test_an_estimated_profile_is_judged_by_its_published_error(tmp_path, recording, estimate):
+    """In the place of the recording's own, with nothing fitted."""
+    code, document = validated(tmp_path, recording, profile=estimate)
+    judged = [row for row in document["judgements"] if row["tolerance"] is not None]
+    assert [row["tolerance"] for row in judged] == [0.2, 0.2, 0.2]
+    assert all(0.001 < row["error"] < 0.2 for row in judged)
+    assert not any("fitted" in row["what"].replace("nothing fitted", "") for row in judged)
+    assert code == 0
+
+
+def test_a_measured_profile_in_its_place_is_judged_as_ever(tmp_path, recording):
+    """Another GPU is far outside the usual tolerances."""
+    code, document = validated(tmp_path, recording, profile="llama-3.1-8b-a100-tp1")
+    assert code == 1
+    assert {row["tolerance"] for row in document["judgements"]} == {
+        None,
+        *latency.BLIND_TOLERANCES.values(),
+    }
 
 
 def test_an_interrupt_tells_what_is_done(tmp_path, recording):

@@ -28,9 +28,14 @@ From these points, and with the profile that comes of them:
 Five constants are fitted, none below zero, by least squares of the relative errors: `weight_read_s`,
 `linear_s_per_token`, `decode_s_per_context_token`, `pair_s` and `frontend_s`. The time of the linear
 layers is the greater of two lines, so the fit is repeated until each point stays on its line.
+
+`like` may name the file of an estimated profile (`sim profile estimate`). Then one point is enough: the
+fit begins at the estimate and moves away from it as far as the points ask for, weighed by how far the
+estimate may be off, and the profile says how far it may be off still.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -46,6 +51,7 @@ from epp.core.types import Seconds
 from sim.engine.least_squares import bounded_least_squares
 from sim.engine.profiles import (
     DEFAULT_PROFILE,
+    EstimateError,
     Profile,
     ProfileError,
     StepWork,
@@ -65,6 +71,8 @@ LENGTHS_MIN: Final = 3
 """Different prompt lengths: base, slope and bend."""
 BATCHES_MIN: Final = 2
 """Different decode contexts: base and slope."""
+NOISE: Final = 0.05
+"""How far a measured point may be off by itself, as a share: an assumption."""
 _ROUNDS_MAX: Final = 20
 _STEP: Final = 1e-4
 _UNITS: Final = dict(zip(FITTED, (1e-2, 1e-5, 1e-7, 1e-9, 1e-2), strict=True))
@@ -95,16 +103,20 @@ class Points(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What was measured, and what is known besides."""
 
     name: str
-    ttft: list[TtftPoint]
-    itl: list[ItlPoint]
+    ttft: list[TtftPoint] = []
+    itl: list[ItlPoint] = []
     like: str = DEFAULT_PROFILE
     profile: dict[str, Any] = {}
 
-    def __post_init__(self) -> None:
-        if len({point.prompt_tokens for point in self.ttft}) < LENGTHS_MIN:
-            raise ValueError(f"ttft: expected at least {LENGTHS_MIN} different prompt lengths")
-        if len({point.requests * point.context_tokens for point in self.itl}) < BATCHES_MIN:
-            raise ValueError(f"itl: expected at least {BATCHES_MIN} different decode contexts")
+    @property
+    def enough_ttft(self) -> bool:
+        """Whether prompts of enough lengths were measured."""
+        return len({point.prompt_tokens for point in self.ttft}) >= LENGTHS_MIN
+
+    @property
+    def enough_itl(self) -> bool:
+        """Whether enough different batches were measured."""
+        return len({point.requests * point.context_tokens for point in self.itl}) >= BATCHES_MIN
 
 
 class Residual(Struct, frozen=True, kw_only=True):
@@ -145,9 +157,11 @@ def run(options: argparse.Namespace) -> int:
         return 2
     worst = max(abs(residual.error) for residual in residuals)
     comments = dict.fromkeys(FITTED, f"fitted to {options.points.name}")
+    if profile.estimated is not None:
+        comments["estimated"] = "what the points have left of it"
     text = f"# Worst residual of {len(residuals)} points: {worst:.1%}.\n"
     text += profile_as_toml(profile, comments)
-    _print_residuals(residuals)
+    _print_residuals(residuals, estimated=profile.estimated is not None)
     if options.out is None:
         sys.stdout.write(text)
         return 0
@@ -165,15 +179,40 @@ def points_in(path: Path) -> Points:
 
 def calibrate(points: Points) -> tuple[Profile, list[Residual]]:
     """The fitted profile and how far it is from each point. Raises ProfileError."""
-    base = msgspec.to_builtins(find_profile(points.like))
+    base = find_profile(points.like)
+    if base.estimated is None:
+        profile = _fitted(points, base)
+    else:
+        profile = _moved(points, base, base.estimated)
+    names = [f"TTFT of {point.prompt_tokens} tokens" for point in points.ttft]
+    names += [f"ITL of {p.requests} requests, {p.context_tokens} tokens each" for p in points.itl]
+    residuals = [
+        Residual(what=what, measured_s=was, fitted_s=now)
+        for what, was, now in zip(
+            names, _measured(points).tolist(), _predicted(points, profile).tolist(), strict=True
+        )
+    ]
+    if base.estimated is not None:
+        error = _error_left(points, base.estimated, residuals)
+        profile = msgspec.structs.replace(profile, estimated=error)
+    return profile, residuals
+
+
+def _fitted(points: Points, base: Profile) -> Profile:
+    """The profile whose constants the points give. Raises ProfileError."""
+    if not points.enough_ttft:
+        raise ProfileError(
+            f"{points.name}: ttft: expected at least {LENGTHS_MIN} different prompt lengths, or an "
+            "estimated profile as `like`."
+        )
+    if not points.enough_itl:
+        raise ProfileError(
+            f"{points.name}: itl: expected at least {BATCHES_MIN} different decode contexts, or an "
+            "estimated profile as `like`."
+        )
     # The line behind a table's last point is all that is kept of the table.
-    base.update(linear_tokens=(), linear_s=(), linear_base_s=0.0, **points.profile)
-    try:
-        profile = msgspec.convert({**base, "name": points.name}, Profile)
-    except (msgspec.ValidationError, TypeError) as problem:
-        raise ProfileError(f"{misfit('profile', problem, Profile)}.") from problem
-    seconds = [p.seconds for p in points.ttft] + [p.seconds for p in points.itl]
-    measured = np.array(seconds)
+    profile = _with_known(points, base, {"linear_tokens": (), "linear_s": (), "linear_base_s": 0.0})
+    measured = _measured(points)
     # In units of where the fit begins: the constants are of very different sizes.
     units = np.array([getattr(profile, field) or _UNITS[field] for field in FITTED])
 
@@ -185,22 +224,98 @@ def calibrate(points: Points) -> tuple[Profile, list[Residual]]:
         relative: _Floats = _predicted(points, with_constants(at)) / measured
         return relative - 1.0
 
+    return _checked(points, lambda: with_constants(_least_squares(errors)))
+
+
+def _moved(points: Points, base: Profile, error: EstimateError) -> Profile:
+    """An estimated profile, moved towards the points. Raises ProfileError.
+
+    Least squares of the relative errors in units of `NOISE`, and of the logarithm of the factor on each
+    constant in units of half of what the estimate may be off: of normal errors, 95 % are within twice
+    that unit.
+    """
+    if not (points.ttft or points.itl):
+        raise ProfileError(f"{points.name}: expected at least one point, of ttft or itl.")
+    profile = _with_known(points, base, {})
+    measured = _measured(points)
+    spreads = np.array([
+        error.decode / 2, error.prefill / 2, error.decode / 2, error.prefill / 2, math.log(2.0),
+    ])  # fmt: skip
+
+    def with_factors(logs: _Floats) -> Profile:
+        few, many, context, pairs, frontend = np.exp(logs).tolist()
+        return msgspec.structs.replace(
+            profile,
+            linear_s=tuple(
+                seconds * _between(few, many, tokens)
+                for tokens, seconds in zip(profile.linear_tokens, profile.linear_s, strict=True)
+            ),
+            linear_s_per_token=profile.linear_s_per_token * many,
+            decode_s_per_context_token=profile.decode_s_per_context_token * context,
+            pair_s=profile.pair_s * pairs,
+            frontend_s=profile.frontend_s * frontend,
+        )
+
+    def errors(logs: _Floats) -> _Floats:
+        relative = _predicted(points, with_factors(logs)) / measured - 1.0
+        return np.concatenate([relative / NOISE, logs / spreads])
+
+    def moved() -> Profile:
+        at = np.zeros(len(spreads))
+        for _ in range(_ROUNDS_MAX):
+            here = errors(at)
+            slopes = np.array([(errors(at + step) - here) / _STEP for step in np.eye(5) * _STEP]).T
+            move = np.linalg.lstsq(slopes, -here, rcond=None)[0]
+            at = np.clip(at + np.clip(move, -0.5, 0.5), -3.0, 3.0)
+            if np.abs(move).max() < 1e-6:
+                break
+        return with_factors(at)
+
+    return _checked(points, moved)
+
+
+def _between(few: float, many: float, tokens: int) -> float:
+    """The factor at so many tokens: `few` up to 64, `many` from 1,024 on, between them by logarithm."""
+    share = min(1.0, max(0.0, math.log(tokens / 64) / math.log(1024 / 64)))
+    return float(few ** (1.0 - share) * many**share)
+
+
+def _error_left(
+    points: Points, error: EstimateError, residuals: Sequence[Residual]
+) -> EstimateError:
+    """How far the profile may be off still: as far as enough points are, never less than `NOISE`."""
+    count = len(points.ttft)
+    ttft = max([NOISE, *(abs(one.error) for one in residuals[:count])])
+    itl = max([NOISE, *(abs(one.error) for one in residuals[count:])])
+    return EstimateError(
+        prefill=round(ttft, 3) if points.enough_ttft else error.prefill,
+        decode=round(itl, 3) if points.enough_itl else error.decode,
+        kv_tokens=0.0 if "kv_tokens" in points.profile else error.kv_tokens,
+    )
+
+
+def _with_known(points: Points, base: Profile, changed: dict[str, Any]) -> Profile:
+    """The profile to begin with, with the fields that are known. Raises ProfileError."""
+    fields = {**msgspec.to_builtins(base), **changed, **points.profile, "name": points.name}
     try:
-        profile = with_constants(_least_squares(errors))
-        # What cannot be read back is no profile either.
+        return msgspec.convert(fields, Profile)
+    except (msgspec.ValidationError, TypeError) as problem:
+        raise ProfileError(f"{misfit('profile', problem, Profile)}.") from problem
+
+
+def _checked(points: Points, fit: Callable[[], Profile]) -> Profile:
+    """What `fit` finds, if it can be read back: else it is no profile. Raises ProfileError."""
+    try:
+        profile = fit()
         msgspec.convert(msgspec.to_builtins(profile), Profile)
     except ValueError as problem:
         place = f"{points.name}: the points are those of no engine"
         raise ProfileError(f"{misfit(place, problem, Profile)}.") from problem
-    names = [f"TTFT of {point.prompt_tokens} tokens" for point in points.ttft]
-    names += [f"ITL of {p.requests} requests, {p.context_tokens} tokens each" for p in points.itl]
-    residuals = [
-        Residual(what=what, measured_s=was, fitted_s=now)
-        for what, was, now in zip(
-            names, measured.tolist(), _predicted(points, profile).tolist(), strict=True
-        )
-    ]
-    return profile, residuals
+    return profile
+
+
+def _measured(points: Points) -> _Floats:
+    return np.array([p.seconds for p in points.ttft] + [p.seconds for p in points.itl])
 
 
 def _least_squares(errors: Callable[[_Floats], _Floats]) -> _Floats:
@@ -228,26 +343,18 @@ def _predicted(points: Points, profile: Profile) -> _Floats:
             work = StepWork(tokens=tokens, prefills=1, attention_pairs=pairs, sequences=last)
             total += profile.step_s(work)
         seconds.append(total)
-    for batch in points.itl:
-        work = StepWork(
-            tokens=batch.requests,
-            decodes=batch.requests,
-            decode_context_tokens=batch.requests * batch.context_tokens,
-            longest_context_tokens=batch.context_tokens,
-            sequences=batch.requests,
-        )
-        seconds.append(profile.step_s(work))
+    seconds += [profile.decode_step_s(one.requests, one.context_tokens) for one in points.itl]
     return np.array(seconds)
 
 
-def _print_residuals(residuals: Sequence[Residual]) -> None:
+def _print_residuals(residuals: Sequence[Residual], *, estimated: bool) -> None:
     width = max(len(residual.what) for residual in residuals)
     for residual in residuals:
         sys.stderr.write(
             f"{residual.what:<{width}}  measured {residual.measured_s * 1e3:9.2f} ms"
             f"  fitted {residual.fitted_s * 1e3:9.2f} ms  {residual.error:+.1%}\n"
         )
-    if len(residuals) <= len(FITTED):
+    if len(residuals) <= len(FITTED) and not estimated:
         sys.stderr.write(
             f"{len(residuals)} points for {len(FITTED)} constants: the residuals say nothing of "
             "how good the fit is.\n"

@@ -10,7 +10,7 @@ import pytest
 from sim.__main__ import main
 from sim.engine.calibrate import FITTED, ItlPoint, Points, TtftPoint, calibrate
 from sim.engine.engine import Engine, EngineSettings
-from sim.engine.profiles import find_profile
+from sim.engine.profiles import EstimateError, find_profile, profile_as_toml
 from sim.engine.request import EngineRequest
 
 TRUTH = find_profile("llama-3.1-70b-h100-tp4")
@@ -178,3 +178,81 @@ def test_points_of_no_engine_are_refused(tmp_path, exact, capsys):
     assert shown == ""
     assert told.startswith("sim: mine: the points are those of no engine: ")
     assert told.count("\n") == 1
+
+
+REAL = find_profile("llama-3.1-8b-rtx-pro-6000-tp1")
+"""What an estimate is to be moved towards."""
+
+
+@pytest.fixture
+def estimate(tmp_path):
+    """A file with an estimate of `REAL` that is a fifth too fast in all that is fitted."""
+    fast = msgspec.structs.replace(
+        REAL,
+        linear_s=tuple(0.8 * seconds for seconds in REAL.linear_s),
+        linear_s_per_token=0.8 * REAL.linear_s_per_token,
+        pair_s=0.8 * REAL.pair_s,
+        decode_s_per_context_token=0.8 * REAL.decode_s_per_context_token,
+        estimated=EstimateError(prefill=0.3, decode=0.3, kv_tokens=0.1),
+    )
+    file = tmp_path / "estimate.toml"
+    file.write_text(profile_as_toml(fast, {}))
+    return str(file)
+
+
+def decode_error(profile, requests, context):
+    return profile.decode_step_s(requests, context) / REAL.decode_step_s(requests, context) - 1
+
+
+def prefill_error(profile, tokens):
+    return profile.prefill_tokens_per_s(tokens) / REAL.prefill_tokens_per_s(tokens) - 1
+
+
+def test_two_points_move_an_estimate_towards_the_engine(estimate):
+    """Also where nothing was measured; the table of the linear layers stays a table."""
+    points = Points(
+        name="mine",
+        like=estimate,
+        ttft=[TtftPoint(prompt_tokens=2048, seconds=measured_ttft_s(REAL, 2048))],
+        itl=[measured_itl(REAL, 16, 1024, 1.0)],
+    )
+    before = find_profile(estimate)
+    profile, residuals = calibrate(points)
+    assert max(abs(one.error) for one in residuals) < 0.05
+    assert abs(decode_error(profile, 64, 2048)) < abs(decode_error(before, 64, 2048)) * 2 / 3
+    assert profile.linear_tokens == before.linear_tokens
+    assert prefill_error(profile, 4096) < prefill_error(before, 4096) * 2 / 3
+
+
+def test_an_estimate_without_enough_points_stays_as_unsure_as_it_was(estimate):
+    """With enough of one kind that kind is surer; a KV cache that is known is no estimate."""
+    ttft, itl = points_of(REAL)
+    few, _ = calibrate(Points(name="mine", like=estimate, itl=itl[:1]))
+    assert few.estimated == EstimateError(prefill=0.3, decode=0.3, kv_tokens=0.1)
+    given = {"kv_tokens": 500_000}
+    many, _ = calibrate(Points(name="mine", like=estimate, ttft=ttft, itl=itl, profile=given))
+    assert many.kv_tokens == 500_000
+    assert many.estimated.kv_tokens == 0.0
+    assert many.estimated.prefill < 0.15
+    assert many.estimated.decode < 0.15
+
+
+def test_a_point_far_from_an_estimate_is_not_believed_at_once(estimate):
+    """One step that took ten times as long moves it, and not all the way."""
+    far = ItlPoint(requests=16, context_tokens=1024, seconds=10 * REAL.decode_step_s(16, 1024))
+    profile, _ = calibrate(Points(name="mine", like=estimate, itl=[far]))
+    assert 1.1 * REAL.decode_step_s(16, 1024) < profile.decode_step_s(16, 1024) < 0.9 * far.seconds
+
+
+def test_an_estimate_needs_one_point(tmp_path, estimate, capsys):
+    """Exit code 2 without any; the file that is written says what is left of the error."""
+    path = tmp_path / "points.toml"
+    path.write_text(f'name = "mine"\nlike = "{estimate}"\n')
+    assert main(["calibrate", str(path)]) == 2
+    assert "mine: expected at least one point, of ttft or itl" in capsys.readouterr().err
+    path.write_text(
+        path.read_text() + "[[itl]]\nrequests = 1\ncontext_tokens = 100\nseconds = 0.011\n"
+    )
+    assert main(["calibrate", str(path), "--out", str(tmp_path / "mine.toml")]) == 0
+    assert find_profile(str(tmp_path / "mine.toml")).estimated.decode == 0.3
+    assert "say nothing" not in capsys.readouterr().err

@@ -33,7 +33,7 @@ from msgspec.inspect import (
     type_info,
 )
 
-from docs import caches, exact, inventory, ladders, leaderboard
+from docs import caches, estimate_tables, estimates, exact, inventory, ladders, leaderboard
 from epp.configuration.build import INDEXES
 from epp.configuration.compatibility import (
     ACCEPTED,
@@ -185,6 +185,13 @@ def refreshed(page: str) -> str:
         "board-strategies": lambda: leaderboard.body(leaderboard.read().small.strategies),
         "board-full-ranking": lambda: leaderboard.ranking(leaderboard.read().full),
         "board-full-behind": lambda: leaderboard.body(leaderboard.read().full.behind),
+        "estimate-errors": lambda: estimate_tables.error_table(estimates.read()),
+        "estimate-left": lambda: estimate_tables.left_table(estimates.read()),
+        "estimate-built-in": lambda: estimate_tables.built_in_table(estimates.read()),
+        "estimate-caches": lambda: estimate_tables.cache_table(estimates.read()),
+        "estimate-judged": lambda: estimate_tables.judged_table(estimates.read()),
+        "estimate-gpus": lambda: estimate_tables.gpu_table(estimates.read()),
+        "estimate-efficiencies": lambda: estimate_tables.efficiency_table(estimates.read()),
         "ladders-means": lambda: ladders.mean_table(ladders.read()),
         "ladders-order": lambda: ladders.order_table(ladders.read()),
         "ladders-steps": lambda: ladders.step_table(ladders.read()),

@@ -33,6 +33,7 @@ from epp.shell.operators.metrics.metric_table import METRICS
 from sim import __main__ as sim_command
 from sim.cluster.built_in import ENTRY_POINTS as STRATEGIES
 from sim.cluster.built_in import strategies
+from sim.engine.profiles import DEFAULT_PROFILE, find_profile, profile_as_toml
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -128,8 +129,12 @@ class ParsedError(Exception):
     """Raised in place of running a command that parsed."""
 
 
-def test_commands_can_be_typed(monkeypatch):
-    """Flags are known and have values that are taken; make targets exist."""
+def test_commands_can_be_typed(tmp_path, monkeypatch):
+    """Flags are known and have values that are taken; make targets exist.
+
+    A profile that a command is to write is there for the commands after it.
+    """
+    monkeypatch.chdir(tmp_path)
     parse = argparse.ArgumentParser.parse_args
 
     def parse_only(self, arguments=None, namespace=None):
@@ -156,6 +161,9 @@ def test_commands_can_be_typed(monkeypatch):
             case "sim":
                 with pytest.raises(ParsedError):
                     sim_command.main(rest)
+                if rest[:2] == ["profile", "estimate"]:
+                    profile = profile_as_toml(find_profile(DEFAULT_PROFILE), {})
+                    Path(rest[rest.index("--out") + 1]).write_text(profile)
             case "make":
                 assert set(rest) <= targets, f"{name_of(page)}: {words}"
             case _:

@@ -50,6 +50,7 @@ ELSEWHERE = {
     "sim compare": "tests/sim/experiments/test_replay.py",
     "sim drive": "tests/sim/drive/test_command.py",
     "sim leaderboard": "tests/sim/experiments/leaderboard",
+    "sim profile": "tests/sim/estimation/test_command.py",
     "sim replay": "tests/sim/experiments/test_replay.py",
     "sim replicas": "tests/sim/experiments/test_replicas.py",
     "sim serve": "tests/sim/pods/test_pods.py",
@@ -57,6 +58,7 @@ ELSEWHERE = {
     "sim strategies": "tests/sim/experiments/test_strategies.py",
     "sim trace": "tests/sim/traces/test_workloads.py",
     "sim tune": "tests/sim/experiments/test_tune.py",
+    "sim validate": "tests/sim/truth/test_validate.py",
 }
 """Command on other pages -> where it is run with other arguments; tests/test_docs.py reads its flags."""
 

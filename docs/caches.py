@@ -1,7 +1,8 @@
-"""Measures what others say of their prompt caches, for docs/caches.md: `python -m docs.reference`.
+"""Measure statements of other projects about their prompt caches: `python -m docs.reference`.
 
-Each cache is told of the requests one after another, by itself or in an engine of which the times
-are told. What a source leaves open is chosen here, named in the table, and varied.
+The tables are in docs/caches.md. Each cache gets requests one after another, either directly or in
+an engine, whose times are then measured. Settings that a source leaves open are chosen here, named
+in the table, and varied.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,13 +29,13 @@ PROFILE: Final = find_profile(DEFAULT_PROFILE)
 SETTINGS: Final = EngineSettings(blocks_total=PROFILE.kv_tokens // 16 + 1)
 
 Message = tuple[int, int]
-"""Its id and its tokens."""
+"""Id and number of tokens of a message."""
 Prompt = tuple[Message, ...]
 
 MLX_COLD_S: Final = (2.9054, 12.3068, 28.7878, 141.1421)
-"""Whole prefills of `MEASURED_TOKENS` without a cache, of the same table."""
+"""Seconds of whole prefills of `MEASURED_TOKENS` without a cache, from the same table."""
 MLX_STATED: Final = (1477, 2078, 1811, 4585)
-"""How many times faster it says that restoring is."""
+"""Published speed-up of restoring."""
 
 
 class HitRates(Struct, frozen=True):
@@ -46,12 +47,12 @@ class HitRates(Struct, frozen=True):
 
     @property
     def total(self) -> float:
-        """Look-ups that found anything."""
+        """Share of look-ups that found anything."""
         return self.exact + self.partial
 
 
 def request_of(prompt: Prompt, *, index: int = 0, answer: int | None = None) -> EngineRequest:
-    """With an answer of one token."""
+    """Return a request whose answer has one token."""
     hashes = PromptHashes(
         Arrival(
             index=index,
@@ -75,14 +76,16 @@ def request_of(prompt: Prompt, *, index: int = 0, answer: int | None = None) -> 
 
 
 def opened(name: str, before: PromptCache | None = None) -> PromptCache:
-    """The cache of a pod with the default profile."""
+    """Return the cache of a pod with the default profile."""
     behaviour = cache_named(name)
     assert behaviour is not None, "vLLM's needs no opening"
     return behaviour.open(PROFILE, SETTINGS, before)
 
 
 def served(cache: PromptCache, prompt: Prompt, index: int) -> int:
-    """The tokens that it finds of a prompt, which is then computed and answered."""
+    """Return the tokens of a prompt that the cache finds; the prompt is then computed and
+    answered.
+    """
     request = request_of(prompt, index=index)
     found = cache.fetch(request, 0, float(index))
     assert found is not None, "nobody else is there"
@@ -93,13 +96,13 @@ def served(cache: PromptCache, prompt: Prompt, index: int) -> int:
 
 
 def found_tokens(name: str, prompts: Sequence[Prompt]) -> list[int]:
-    """Of each prompt, one after another, beginning with nothing."""
+    """Return the found tokens of each prompt, in order, beginning with an empty cache."""
     cache = opened(name)
     return [served(cache, prompt, at) for at, prompt in enumerate(prompts)]
 
 
 def hit_rates(name: str, prompts: Sequence[Prompt]) -> HitRates:
-    """What a cache finds of them."""
+    """Return the hit rates of a cache for these prompts."""
     found = found_tokens(name, prompts)
     lengths = [sum(tokens for _, tokens in prompt) for prompt in prompts]
     exact = sum(tokens >= length for tokens, length in zip(found, lengths, strict=True))
@@ -108,7 +111,7 @@ def hit_rates(name: str, prompts: Sequence[Prompt]) -> HitRates:
 
 
 def ttft_s(name: str, prompts: Sequence[Prompt], profile: Profile = PROFILE) -> list[Seconds]:
-    """From the queue to the first token, of requests that never meet."""
+    """Return the times from the queue to the first token, of requests that do not overlap."""
     behaviour = cache_named(name)
     cache = None if behaviour is None else behaviour.open(profile, SETTINGS, None)
     engine, now = Engine(SETTINGS, profile, cache), 0.0
@@ -126,7 +129,7 @@ def ttft_s(name: str, prompts: Sequence[Prompt], profile: Profile = PROFILE) -> 
 
 
 def flat_profile(s_per_token: Seconds, pair_s: Seconds = 0.0) -> Profile:
-    """Where a prompt takes so long a token and nothing else takes any time."""
+    """Return a profile in which a prompt takes a fixed time per token and nothing else takes time."""
     return replace(
         PROFILE,
         weight_read_s=0.0,
@@ -143,14 +146,15 @@ def flat_profile(s_per_token: Seconds, pair_s: Seconds = 0.0) -> Profile:
 
 
 def chat(requests: int, *, system_tokens: int = 200, message_tokens: int = 20) -> list[Prompt]:
-    """One system prompt, and another message each time."""
+    """Return prompts with one system prompt and another message each time."""
     return [((1, system_tokens), (100 + at, message_tokens)) for at in range(requests)]
 
 
 def rag(
     chunks: int, *, corpus: int = 100, skew: float = 1.0, requests: int = 1_000
 ) -> list[Prompt]:
-    """The template's head of 2 tokens, chunks of 1,000 drawn by Zipf's law, a question of 20.
+    """Return prompts of a template's head of 2 tokens, chunks of 1,000 by Zipf's law, and a
+    question of 20.
 
     The chunks of a prompt differ and stand in the order in which they were drawn.
     """
@@ -167,7 +171,9 @@ def rag(
 
 
 def mixed(share: float, *, system_prompts: int = 10, requests: int = 1_000) -> list[Prompt]:
-    """So many begin with one of the system prompts of 200 tokens, the others with nothing known."""
+    """Return prompts of which `share` begin with a system prompt of 200 tokens; the others share
+    nothing.
+    """
     random = Random("mixed")
     return [
         (
@@ -181,7 +187,7 @@ def mixed(share: float, *, system_prompts: int = 10, requests: int = 1_000) -> l
 
 
 def repeated(prompts: Sequence[Prompt], share: float) -> list[Prompt]:
-    """So many of them are an earlier one again, to the last token."""
+    """Replace a share of the prompts by exact repetitions of earlier ones."""
     random = Random("repeated")
     out: list[Prompt] = []
     for prompt in prompts:
@@ -190,10 +196,10 @@ def repeated(prompts: Sequence[Prompt], share: float) -> list[Prompt]:
 
 
 class Workload(Struct, frozen=True, kw_only=True):
-    """A row of the proposal's table of hit rates, and how we read it."""
+    """A row of the proposal's table of hit rates, with our interpretation."""
 
     stated: str
-    """Exact, partial and total, in percent."""
+    """Published exact, partial and total hits, in percent."""
     name: str
     min_cache_tokens: int
     prompts: Callable[[], list[Prompt]]
@@ -226,7 +232,10 @@ WORKLOADS: Final = (
 
 
 def budget_used(name: str) -> float:
-    """The share of a budget of 1 % of the KV cache after 40 prompts of 105 tokens and one of 4,000."""
+    """Return the used share of a budget of 1 % of the KV cache.
+
+    The cache has stored 40 prompts of 105 tokens and then one of 4,000.
+    """
     cache = opened(f"{name}:memory_share=0.01")
     assert isinstance(cache, StoredPrompts | RadixTree)
     for at in range(40):
@@ -237,9 +246,9 @@ def budget_used(name: str) -> float:
 
 
 def hit_rate_table() -> str:
-    """What the proposal of RuvLLM expects, and both readings of it."""
+    """Return the table of RuvLLM's expected hit rates, and both interpretations of them."""
     rows: list[tuple[str, ...]] = [
-        ("stated: exact, partial, total %", "what we chose and vary", "as written", "repaired", "repaired: tokens"),
+        ("published: exact, partial, total %", "our workload", "as written", "repaired", "repaired: tokens"),
         ("---",) * 5,
     ]  # fmt: skip
     for workload in WORKLOADS:
@@ -254,7 +263,7 @@ def hit_rate_table() -> str:
 
 
 def salvaged(shared_tokens: int, prompt_tokens: int) -> int:
-    """What a slot with one conversation has for another that begins alike."""
+    """Return the tokens that a slot's conversation shares with another of the same beginning."""
     tail = prompt_tokens - shared_tokens
     first = ((1, shared_tokens), (2, tail - 100), (3, 100))
     second = ((1, shared_tokens), (4, tail - 100), (5, 100))
@@ -262,8 +271,8 @@ def salvaged(shared_tokens: int, prompt_tokens: int) -> int:
 
 
 def salvage_table() -> str:
-    """Kronk's 77 to 80 %: it is the share of the head, whatever the cache does."""
-    rows = [("shared head, tokens", "prompt, tokens", "kept", "share"), ("---:",) * 4]
+    """Return the table of Kronk's 77 to 80 %, which is the share of the head for any cache."""
+    rows = [("shared head, tokens", "prompt, tokens", "salvaged", "share"), ("---:",) * 4]
     for shared, prompt in (
         (6_800, 8_400), (6_800, 8_500), (6_800, 8_830), (6_800, 13_600), (2_000, 8_400), (80, 8_400),
     ):  # fmt: skip
@@ -275,10 +284,10 @@ def salvage_table() -> str:
 def agents_taking_turns(
     slots: int, agents: int, *, turns: int = 12, common_tokens: int = 0
 ) -> float:
-    """Share of the prompts' tokens, after the first prompt of each agent, that a slot has.
+    """Return the share of prompt tokens that a slot has, after each agent's first prompt.
 
-    Each agent has a system prompt of its own, behind a head that all of them have if it is told;
-    their conversations grow by a message a turn.
+    Each agent has a system prompt of its own, behind a common head of `common_tokens`. Their
+    conversations grow by one message per turn.
     """
     head: Prompt = ((999_999, common_tokens),) if common_tokens else ()
     prompts: list[Prompt] = []
@@ -291,7 +300,7 @@ def agents_taking_turns(
 
 
 def agent_table() -> str:
-    """Kronk's slots and the agents that use them in turn."""
+    """Return the table of Kronk's slots and the agents that alternate in them."""
     numbers = (1, 2, 3, 4, 6)
     rows = [("slots", *(f"agents: {agents}" for agents in numbers)), ("---:",) * (len(numbers) + 1)]
     for slots, common_tokens in ((1, 0), (3, 0), (4, 0), (3, 99), (3, 100), (6, 100)):
@@ -306,7 +315,7 @@ def agent_table() -> str:
 
 
 def spc_restore_s(tokens: int, bytes_per_s: float) -> Seconds:
-    """What a system prompt costs each request that begins with it."""
+    """Return the time that a system prompt costs each request that begins with it."""
     cache = opened(f"kronk-spc:bytes_per_s={bytes_per_s}")
     served(cache, ((1, tokens), (2, 10)), 0)
     found = cache.fetch(request_of(((1, tokens), (3, 10))), 0, 1.0)
@@ -316,7 +325,9 @@ def spc_restore_s(tokens: int, bytes_per_s: float) -> Seconds:
 
 
 def spc_table() -> str:
-    """Kronk's 10 to 30 ms: by the size of the system prompt and the speed of the copy."""
+    """Return the table of Kronk's 10 to 30 ms, by the size of the system prompt and the speed of
+    the copy.
+    """
     sizes = (100, 500, 2_000, 8_000, 16_000)
     rows = [("bytes a second", *(f"{tokens:,} tokens" for tokens in sizes))]
     rows.append(("---:",) * (len(sizes) + 1))
@@ -327,14 +338,19 @@ def spc_table() -> str:
 
 
 def prefill_law(times_s: Sequence[Seconds], tokens: Sequence[int]) -> tuple[Seconds, Seconds]:
-    """(a token, a pair): tokens * a + tokens**2 / 2 * pair goes through the first and last point."""
+    """Return (seconds per token, seconds per pair) of a law through the first and last point.
+
+    The law is tokens * first + tokens**2 / 2 * second.
+    """
     (few, many), (short_s, long_s) = (tokens[0], tokens[-1]), (times_s[0], times_s[-1])
     pair_s = 2 * (long_s / many - short_s / few) / (many - few)
     return short_s / few - pair_s * few / 2, pair_s
 
 
 def mlx_times_s(tokens: int) -> tuple[Seconds, Seconds]:
-    """(without the disk, with it after a restart), of a prompt that is on the disk but for a token."""
+    """Return the times (without the disk, with it after a restart) of a prompt that is on the disk
+    except one token.
+    """
     profile = replace(flat_profile(*prefill_law(MLX_COLD_S, MEASURED_TOKENS)), kv_tokens=10**6)
     settings = EngineSettings(blocks_total=10**6 // 16, max_num_batched_tokens=10**6)
     behaviour = cache_named(f"mlx-disk:disk_bytes={2**40}")
@@ -352,7 +368,7 @@ def mlx_times_s(tokens: int) -> tuple[Seconds, Seconds]:
 
 
 def mlx_table() -> str:
-    """mlx-lm's times with a disk."""
+    """Return the table of mlx-lm's times with a disk."""
     rows = [
         ("tokens", "stated: cold, restored, faster", "cold, by two of the points", "restored and one token computed", "faster"),
         ("---:",) * 5,
@@ -373,7 +389,10 @@ def mlx_table() -> str:
 
 
 def survivors() -> tuple[list[float], list[int]]:
-    """Four inserts of 148 MB in 400 MB: GB on the disk after each, and which are there at the end."""
+    """Insert 148 MB four times into 400 MB.
+
+    Return the GB on the disk after each insert, and the remaining entries.
+    """
     disk = Disk(400_000_000)
     prompts = [request_of(((number, MEASURED_TOKENS[0]),)).parts for number in range(1, 5)]
     stored = [Stored(prompt, 1) for prompt in prompts if prompt is not None]
@@ -385,7 +404,7 @@ def survivors() -> tuple[list[float], list[int]]:
 
 
 def _statements() -> Iterator[tuple[str, str, str, str]]:
-    """(statement, source, what we measure or compute, verdict)."""
+    """Yield (statement, source, our measurement or computation, verdict)."""
     yield from _of_ruvllm()
     yield from _of_kronk()
     yield from _of_mlx()
@@ -403,7 +422,7 @@ def _of_ruvllm() -> Iterator[tuple[str, str, str, str]]:
             f"at its 0.5 ms a token and messages of 20: {1e3 * first:.0f} ms, then {1e3 * second:.0f} ms; "
             f"as written {1e3 * written[1]:.0f} ms again"
         ),
-        "holds repaired, contradicted as written",
+        "true if repaired, contradicted as written",
     )
     first, second = ttft_s("ruvllm-fixed", chat(2))
     yield (
@@ -413,7 +432,7 @@ def _of_ruvllm() -> Iterator[tuple[str, str, str, str]]:
             f"on an H100 {1e3 * first:.1f} ms, then {1e3 * second:.1f} ms, {first / second:.1f} times: "
             "a pass reads all weights whatever it computes"
         ),
-        "only where prefill is slow",
+        "true only if prefill is slow",
     )
     documents = [((1, 1_000), (2 + at, 100)) for at in range(2)]
     first, second = ttft_s("ruvllm-fixed", documents, slow)
@@ -421,12 +440,12 @@ def _of_ruvllm() -> Iterator[tuple[str, str, str, str]]:
         "RAG, 1,000 tokens of chunks: 500 ms, then 50 ms",
         source,
         f"at 0.5 ms a token and questions of 100: {1e3 * first:.0f} ms, then {1e3 * second:.0f} ms",
-        "holds repaired, if the chunks come first and in the same order",
+        "true if repaired, and if the chunks come first and in the same order",
     )
     batch = ttft_s("ruvllm-fixed:min_cache_tokens=20", chat(100, system_tokens=50), slow)
     without = ttft_s("vllm", chat(1, system_tokens=50), slow)
     yield (
-        "batch, 100 requests with 50 tokens in common: 1,000 ms, then 200 ms",
+        "batch, 100 requests with 50 common tokens: 1,000 ms, then 200 ms",
         source,
         (
             f"its own 30 ms a request are 3 s; at 0.5 ms a token and inputs of 20: "
@@ -455,7 +474,7 @@ def _of_ruvllm() -> Iterator[tuple[str, str, str, str]]:
         "the cache stays within its limit",
         source,
         (
-            f"as written one entry goes for each that comes: one of 4,000 tokens after 40 of 105 leaves "
+            f"as written each new entry removes one: one of 4,000 tokens after 40 of 105 leaves "
             f"{written_share:.0%} of the budget in use; repaired {repaired_share:.0%}"
         ),
         "contradicted as written",
@@ -469,7 +488,7 @@ def _of_kronk() -> Iterator[tuple[str, str, str, str]]:
         "77 to 80 % salvaged, 6,800 of 8,400 tokens",
         source,
         f"{kept:,} of 8,400, {kept / 8_400:.1%}, and 1,600 computed",
-        "the tokens hold and are 81 %; the share is that of the head, see below",
+        "the tokens are right and are 81 %; the share is that of the head, see below",
     )
     flat = flat_profile(0.1e-3)
     conversation: list[Prompt] = [((1, 2_000), (2, 50)), ((1, 2_000), (3, 50))]
@@ -478,35 +497,35 @@ def _of_kronk() -> Iterator[tuple[str, str, str, str]]:
         "2,000 tokens cached: 200 ms of prefill, then 5 ms",
         source,
         f"at its 0.1 ms a token and a message of 50: {1e3 * first:.0f} ms, then {1e3 * second:.0f} ms",
-        "holds, at that speed and length",
+        "true at that speed and length",
     )
     turns: list[Prompt] = [tuple((1 + at, 400) for at in range(count)) for count in (2, 4, 6)]
     found = found_tokens("kronk-imc-v1", turns)
     yield (
-        "all messages but the last are cached",
+        "all messages except the last are cached",
         source,
         "; ".join(
             f"{tokens:,} of {sum(size for _, size in prompt):,}"
             for tokens, prompt in zip(found, turns, strict=True)
         )
         + " tokens in the first three turns, 400 a message",
-        "of the turn before: its last message and answer are computed again",
+        "true of the previous turn: its last message and answer are computed again",
     )
     alternating: list[Prompt] = [((1 + at % 2, 500), (10 + at, 20)) for at in range(20)]
     hits = sum(tokens > 0 for tokens in found_tokens("kronk-spc", alternating))
     yield (
         "SPC is best for several users with different system prompts",
         source,
-        f"two system prompts in turn: {hits} of 20 requests find theirs",
+        f"two alternating system prompts: {hits} of 20 requests find theirs",
         "contradicted: there is one buffer",
     )
     edited: list[Prompt] = [((1, 500), (2, 500), (3, 50)), ((1, 500), (4, 500), (3, 50))]
     tokens = found_tokens("kronk-imc-v1", edited)[1]
     yield (
-        "an earlier message edited: both ways of matching fail, all is computed again",
+        "an earlier message is edited: both ways of matching fail, everything is computed again",
         source,
-        f"second of three messages: {tokens} of 1,050 tokens are kept",
-        "contradicts its own fallback; true of the first message alone, and of v2",
+        f"second of three messages: {tokens} of 1,050 tokens are salvaged",
+        "contradicts its own fallback; true only for the first message, and for v2",
     )
     per_slot = 8_192 // 4 * PROFILE.kv_bytes_per_token / 1e6
     yield (
@@ -525,19 +544,19 @@ def _of_kronk() -> Iterator[tuple[str, str, str, str]]:
         "fewer slots than agents: every request rebuilds",
         source,
         "see below",
-        "holds without a head in common",
+        "true without a common head",
     )
     alone, together = (agents_taking_turns(6, 2, common_tokens=tokens) for tokens in (99, 100))
     yield (
         "each sub-agent gets its own slot by hash matching",
         source,
         (
-            f"two agents on six slots: {alone:.0%} of the tokens found with 99 in common, {together:.0%} "
-            "with 100"
+            f"two agents on six slots: {alone:.0%} of the tokens found with 99 common tokens, "
+            f"{together:.0%} with 100"
         ),
-        "contradicted: a head in common is looked for before an empty slot, so they share one",
+        "contradicted: a common head is preferred to an empty slot, so they share one",
     )
-    yield ("a restored system prompt takes 10 to 30 ms", source, "see below", "cannot be told: the manual names neither size nor bus")  # fmt: skip
+    yield ("a restored system prompt takes 10 to 30 ms", source, "see below", "unknown: the manual names neither size nor bus")  # fmt: skip
 
 
 def _of_mlx() -> Iterator[tuple[str, str, str, str]]:
@@ -547,18 +566,18 @@ def _of_mlx() -> Iterator[tuple[str, str, str, str]]:
         "four inserts of 148 MB in 400 MB: 0.148, 0.297, 0.297, 0.297 GB, [2, 3] survive",
         source,
         f"{', '.join(f'{one:.3f}' for one in on_disk)} GB, {kept}",
-        "holds",
+        "true",
     )
-    yield ("restored in 2.0 to 30.8 ms, saved in 54 to 593 ms", source, "taken over as they are, see below", "an input")  # fmt: skip
+    yield ("restored in 2.0 to 30.8 ms, saved in 54 to 593 ms", source, "used unchanged, see below", "an input")  # fmt: skip
     speed = 0.148e9 / RESTORE_S[0] / 1e9
     yield (
         "that is the whole time to the first token",
         source,
         (
-            f"148 MB in 2.0 ms are {speed:.0f} GB/s, more than a disk reads; and one token at least has to "
+            f"148 MB in 2.0 ms are {speed:.0f} GB/s, more than a disk reads; and at least one token must "
             "be computed"
         ),
-        "contradicted: it is the time of a load whose bytes are not read yet, or are in memory",
+        "contradicted: it is the time of a load whose bytes are not yet read, or are in memory",
     )
     yield (
         "the default budget is 1 GB",
@@ -578,15 +597,15 @@ def _of_mlx() -> Iterator[tuple[str, str, str, str]]:
         source,
         (
             f"{saved_s / cold_s:.1%} of the prefill at 96k tokens, {SAVE_S[0] / MLX_COLD_S[0]:.1%} at 4k; "
-            "under load the engine stands still meanwhile"
+            "the engine stops meanwhile under load"
         ),
-        "holds for one user",
+        "true for one user",
     )
 
 
 def statement_table() -> str:
-    """All statements, row by row."""
-    head = ("stated", "source", "here", "verdict")
+    """Return the table of all statements."""
+    head = ("statement", "source", "here", "verdict")
     return _table([head, ("---",) * 4, *_statements()])
 
 

@@ -1,7 +1,7 @@
-"""Writes the Grafana dashboards of the chart anew: `python -m docs.dashboards`.
+"""Write the Grafana dashboards of the chart: `python -m docs.dashboards`.
 
-A dashboard is rows of panels; a panel is a title, a sentence, a unit and its queries. What Grafana
-wants besides is the same for all. `tests/chart/test_monitoring.py` fails when a file is stale.
+A dashboard consists of rows of panels; a panel has a title, a description, a unit and queries. All other
+settings of Grafana are the same for all. `tests/chart/test_monitoring.py` fails if a file is stale.
 """
 
 import sys
@@ -15,7 +15,7 @@ from docs.row_lines import row_lines
 
 FOLDER: Final = Path(__file__).parents[1] / "charts/homing/files/dashboards"
 COLUMNS: Final = 24
-"""Of Grafana's grid."""
+"""Columns of Grafana's grid."""
 JOB: Final = 'job=~"$job"'
 POD: Final = 'job=~"$job", endpoint_name=~"$endpoint"'
 BY_ENDPOINT: Final = "endpoint_name, port"
@@ -23,18 +23,18 @@ SOURCE: Final = {"type": "prometheus", "uid": "${DS_PROMETHEUS}"}
 
 
 class Panel(Struct, frozen=True):
-    """A time series, or with a `kind` of its own something else."""
+    """A panel: a time series, unless `kind` names another type."""
 
     title: str
     description: str
     unit: str
     queries: tuple[tuple[str, str], ...]
-    """Expression and legend."""
+    """Expression and legend of each query."""
     kind: str = "timeseries"
     width: int = 8
     height: int = 8
     steps: tuple[tuple[str, float], ...] = ()
-    """Colour -> from which value on, above the first, which is green."""
+    """Colours and the values from which on they apply; green is below the first."""
 
 
 class Row(Struct, frozen=True):
@@ -48,7 +48,7 @@ class Dashboard(Struct, frozen=True):
     description: str
     rows: tuple[Row, ...]
     variables: tuple[tuple[str, str, str], ...] = ()
-    """Name, label and the query of its values, besides the data source and the job."""
+    """Name, label and query of each variable besides the data source and the job."""
 
     @property
     def file(self) -> Path:
@@ -61,7 +61,7 @@ def rate(name: str, by: str = "", *, select: str = JOB) -> str:
 
 
 def quantiles(name: str, *shown: str, select: str = JOB) -> tuple[tuple[str, str], ...]:
-    """One line each of "p50", "p99" and the like."""
+    """Return one query for each of `shown`, such as "p50" or "p99"."""
     buckets = rate(f"{name}_bucket", "le", select=select)
     return tuple((f"histogram_quantile(0.{p[1:]}, {buckets})", p) for p in shown)
 
@@ -79,7 +79,7 @@ def share(part: str, whole: str, by: str, *, select: str = JOB) -> str:
 
 
 def engine_share(by: str, *, select: str = JOB) -> str:
-    """What engines say of their caches; every picker reads the same."""
+    """Return the query of the engines' own hit rate; every picker reads the same counters."""
     grouped = f"sum by ({by}) " if by else "sum"
     hits, queried = (
         f"{grouped}(max by ({BY_ENDPOINT}) "
@@ -90,7 +90,7 @@ def engine_share(by: str, *, select: str = JOB) -> str:
 
 
 def engine_ttft(*, select: str = JOB, ago: str = "") -> str:
-    """What engines say; every picker reads the same."""
+    """Return the query of the engines' own mean TTFT; every picker reads the same histogram."""
     total, count = (
         f"max by ({BY_ENDPOINT}) (rate(homing_per_endpoint_engine_ttft_seconds_{what}"
         f"{{{select}}}[$__rate_interval]{ago}))"
@@ -100,7 +100,7 @@ def engine_ttft(*, select: str = JOB, ago: str = "") -> str:
 
 
 def against_median(name: str) -> tuple[tuple[str, str], ...]:
-    """The mean of each endpoint, and the median of these over all that are there."""
+    """Return queries of each endpoint's mean, and of the median of these means."""
     each = mean(name, BY_ENDPOINT)
     shown = mean(name, BY_ENDPOINT, select=POD)
     return (shown, "{{endpoint_name}}:{{port}}"), (f"quantile(0.5, {each})", "median of all")
@@ -112,7 +112,7 @@ _BAD: Final = (("yellow", 1.0), ("red", 2.0))
 
 MEMORY_PRESSURE: Final = Panel(
     "Memory pressure",
-    "1: indexes shrink; 2: long bodies pass unread too.",
+    "Indexes shrink at 1; long bodies also pass unread at 2.",
     "short",
     ((latest("homing_memory_pressure", "pod"), "{{pod}}"),),
 )
@@ -120,14 +120,14 @@ MEMORY_PRESSURE: Final = Panel(
 OVERVIEW: Final = Dashboard(
     "homing",
     "Homing",
-    "Is all well? Health first, then requests, replicas and the picker itself.",
+    "State of the picker: health first, then requests, replicas and the picker itself.",
     (
         Row(
             "Health",
             (
                 Panel(
                     "Endpoints ready",
-                    "Reachable, awake, not set aside, with fresh metrics. 0: requests get 503.",
+                    "Endpoints that are reachable, awake, not excluded and have fresh metrics. Requests get 503 at 0.",
                     "short",
                     ((latest("homing_ready_endpoints", "name"), "{{name}}"),),
                     "stat",
@@ -136,7 +136,7 @@ OVERVIEW: Final = Dashboard(
                 ),
                 Panel(
                     "Outliers",
-                    "Endpoints that are slow beside the others or answer with errors only. The dashboard of endpoints names them.",
+                    "Endpoints that are slower than the others or answer with errors only. The dashboard of endpoints names them.",
                     "short",
                     (
                         (
@@ -153,7 +153,7 @@ OVERVIEW: Final = Dashboard(
                 ),
                 Panel(
                     "Requests that fail",
-                    "Refused, answered with an error by the engine, or broken off. An alert fires from 5 % on.",
+                    "Share of requests that were refused, answered with an error by the engine, or broken off. An alert fires from 5 % on.",
                     "percentunit",
                     (
                         (
@@ -170,7 +170,7 @@ OVERVIEW: Final = Dashboard(
                 ),
                 Panel(
                     "First token, p99",
-                    "What one client in a hundred waits. Only where the gateway shows response bodies.",
+                    "Time to first token that one client in a hundred exceeds. It needs a gateway that shows response bodies.",
                     "s",
                     quantiles("homing_request_ttft_seconds", "p99"),
                     "stat",
@@ -204,7 +204,7 @@ OVERVIEW: Final = Dashboard(
             (
                 Panel(
                     "Requests",
-                    "By the model that clients ask for.",
+                    "Requests by the model that clients name.",
                     "reqps",
                     (
                         (
@@ -215,7 +215,7 @@ OVERVIEW: Final = Dashboard(
                 ),
                 Panel(
                     "Errors",
-                    "Refused, answered with an error by the engine, or broken off.",
+                    "Requests that were refused, answered with an error by the engine, or broken off.",
                     "reqps",
                     (
                         (
@@ -226,13 +226,13 @@ OVERVIEW: Final = Dashboard(
                 ),
                 Panel(
                     "Refusals",
-                    "By the reason that the client is told.",
+                    "Refused requests by the reason that the client receives.",
                     "reqps",
                     ((rate("homing_refusals_total", "reason"), "{{reason}}"),),
                 ),
                 Panel(
                     "Duration",
-                    "From the request headers to the end of the response.",
+                    "Time from the request headers to the end of the response.",
                     "s",
                     quantiles(
                         "homing_request_duration_seconds", "p50", "p90", "p99", select=_MODEL
@@ -240,19 +240,19 @@ OVERVIEW: Final = Dashboard(
                 ),
                 Panel(
                     "Time to first token",
-                    "Only where the gateway shows response bodies.",
+                    "Time from the request headers to the first part of the answer. It needs a gateway that shows response bodies.",
                     "s",
                     quantiles("homing_request_ttft_seconds", "p50", "p90", "p99", select=_MODEL),
                 ),
                 Panel(
                     "Time to response headers",
-                    "Of a stream this is not its first token: engines send its headers at once.",
+                    "Time until the engine's response headers. A stream's headers are not its first token, because engines send them at once.",
                     "s",
                     quantiles("homing_response_headers_seconds", "p50", "p90", "p99"),
                 ),
                 Panel(
                     "Running",
-                    "Routed and not yet ended.",
+                    "Requests that were routed and have not ended.",
                     "short",
                     (
                         (
@@ -265,13 +265,13 @@ OVERVIEW: Final = Dashboard(
                 ),
                 Panel(
                     "Request body",
-                    "Size of the bodies that were read.",
+                    "Size of the request bodies that were read.",
                     "bytes",
                     quantiles("homing_request_size_bytes", "p50", "p99", select=_MODEL),
                 ),
                 Panel(
                     "Tokens",
-                    "A second. Output and cached tokens only with --parse-response-usage.",
+                    "Tokens per second. Output and cached tokens need --parse-response-usage.",
                     "short",
                     (
                         (rate("homing_request_input_tokens_sum", select=_MODEL), "prompt"),
@@ -288,17 +288,17 @@ OVERVIEW: Final = Dashboard(
             "Replicas",
             (
                 Panel(
-                    "Replicas heard and not heard",
-                    "Not heard: what they decide is unknown there.",
+                    "Replicas received and not received",
+                    "Number of other replicas that each one receives. The decisions of a replica that is not received are unknown there.",
                     "short",
                     (
-                        (latest("homing_peers", "pod"), "heard by {{pod}}"),
-                        (latest("homing_peer_replicas_unheard", "pod"), "not heard by {{pod}}"),
+                        (latest("homing_peers", "pod"), "received by {{pod}}"),
+                        (latest("homing_peer_replicas_unheard", "pod"), "not received by {{pod}}"),
                     ),
                 ),
                 Panel(
-                    "Records told and learnt",
-                    "What replicas tell each other of their decisions, by what became of it.",
+                    "Records sent and learnt",
+                    "Records of decisions that replicas share, by outcome.",
                     "ops",
                     (
                         (
@@ -308,14 +308,14 @@ OVERVIEW: Final = Dashboard(
                     ),
                 ),
                 Panel(
-                    "Age of what is learnt",
-                    "When it is learnt, of the replica where it is oldest.",
+                    "Age of learnt records",
+                    "Age of shared records when a replica learns them, for the oldest peer.",
                     "s",
                     ((latest("homing_peer_lag_seconds", "pod"), "{{pod}}"),),
                 ),
                 Panel(
                     "Hits owed to other replicas alone",
-                    "Share of the look-ups with a hit whose deepest block another replica told of.",
+                    "Share of the look-ups with a hit whose deepest block came from another replica.",
                     "percentunit",
                     (
                         (
@@ -326,14 +326,14 @@ OVERVIEW: Final = Dashboard(
                     ),
                 ),
                 Panel(
-                    "Frames lost on the way",
-                    "Sent by others and not come, or late.",
+                    "Lost frames",
+                    "Frames that others sent and that did not arrive, or arrived late.",
                     "ops",
                     ((rate("homing_peer_frames_lost_total", "pod"), "{{pod}}"),),
                 ),
                 Panel(
-                    "Connections that failed, frames dropped",
-                    "By kind of failure; dropped: a queue was full.",
+                    "Failed connections, dropped frames",
+                    "Failures by kind. A frame is dropped if a queue is full.",
                     "ops",
                     (
                         (rate("homing_peer_failures_total", "kind"), "{{kind}}"),
@@ -348,8 +348,8 @@ OVERVIEW: Final = Dashboard(
                     ),
                 ),
                 Panel(
-                    "Bytes told and heard",
-                    "Without what encryption adds.",
+                    "Bytes sent and received",
+                    "Bytes between replicas, without encryption overhead.",
                     "Bps",
                     ((rate("homing_peer_bytes_total", "direction"), "{{direction}}"),),
                 ),
@@ -360,7 +360,7 @@ OVERVIEW: Final = Dashboard(
             (
                 Panel(
                     "Streams",
-                    "ext_proc streams that are open: one a request.",
+                    "Open ext_proc streams, one for each request.",
                     "short",
                     (
                         (
@@ -371,7 +371,7 @@ OVERVIEW: Final = Dashboard(
                 ),
                 Panel(
                     "Loop late",
-                    "What a request waits before the event loop looks at it. An alert fires from a mean of 20 ms on.",
+                    "Time that a request waits until the event loop reads it. An alert fires from a mean of 20 ms on.",
                     "s",
                     (
                         (mean("homing_loop_lag_seconds", "pod"), "mean, {{pod}}"),
@@ -380,31 +380,31 @@ OVERVIEW: Final = Dashboard(
                 ),
                 Panel(
                     "CPU",
-                    "Cores that the picker's process takes. It is one thread but for the capture and gRPC.",
+                    "Cores that the picker's process uses. It is one thread except for the capture and gRPC.",
                     "short",
                     ((rate("homing_process_cpu_seconds_total", "pod"), "cores, {{pod}}"),),
                 ),
                 Panel(
                     "Memory",
-                    "Of the machine, held by the picker's process.",
+                    "Resident memory of the picker's process.",
                     "bytes",
                     ((latest("homing_process_resident_memory_bytes", "pod"), "{{pod}}"),),
                 ),
                 Panel(
                     "Capture lost",
-                    "Events that are missing in the capture, by what had no room for them.",
+                    "Events that are missing in the capture, by the part that had no room for them.",
                     "ops",
                     ((rate("homing_capture_dropped_total", "pod, reason"), "{{pod}} {{reason}}"),),
                 ),
                 Panel(
                     "Streams ended",
-                    "By gRPC status code.",
+                    "Ended streams by gRPC status code.",
                     "short",
                     ((rate("homing_extproc_streams_total", "code"), "{{code}}"),),
                 ),
                 Panel(
                     "Streams cut by a drain, connections cut by reason",
-                    "Both should stay where they are.",
+                    "Streams and connections that the picker cut. Neither count should increase.",
                     "short",
                     (
                         (
@@ -420,8 +420,8 @@ OVERVIEW: Final = Dashboard(
                     ),
                 ),
                 Panel(
-                    "Since the API server was heard",
-                    "Below about 90 s, or it tells nothing.",
+                    "Time since the last message of the API server",
+                    "Normal values are below about 90 s; the API server sends nothing above.",
                     "s",
                     (
                         (
@@ -432,7 +432,7 @@ OVERVIEW: Final = Dashboard(
                 ),
                 Panel(
                     "Failed lists and watches",
-                    "By kind of failure.",
+                    "Failures by kind.",
                     "short",
                     (
                         (
@@ -443,20 +443,20 @@ OVERVIEW: Final = Dashboard(
                 ),
                 Panel(
                     "Leader",
-                    "1: this replica leads. Absent without leader election.",
+                    "The value 1 means that this replica leads. The series is absent without leader election.",
                     "short",
                     ((latest("homing_leader", "pod"), "{{pod}}"),),
                 ),
                 Panel(
                     "Not counted or logged",
-                    "Events that were lost by a defect; requests went on.",
+                    "Events that were lost by a defect; requests continued.",
                     "short",
                     ((rate("homing_telemetry_failures_total", "event"), "{{event}}"),),
                 ),
                 MEMORY_PRESSURE,
                 Panel(
                     "Newest configuration accepted",
-                    "0: it was rejected, the last good one is in force.",
+                    "The value 0 means that it was rejected and the last valid one is in force.",
                     "short",
                     (
                         (
@@ -474,14 +474,14 @@ OVERVIEW: Final = Dashboard(
 ENDPOINTS: Final = Dashboard(
     "homing-endpoints",
     "Homing: endpoints",
-    "Which pod is bad? Each beside the median of the pool, and then in detail.",
+    "Comparison of each endpoint with the median of the pool, followed by details.",
     (
         Row(
             "Pods against the median",
             (
                 Panel(
                     "Slowness",
-                    "What requests take beside what was to be expected of them there, over the median of the pool. From 3 on an endpoint is an outlier.",
+                    "Duration of requests relative to the expected duration there, over the median of the pool. An endpoint is an outlier from 3 on.",
                     "short",
                     (
                         (
@@ -493,7 +493,7 @@ ENDPOINTS: Final = Dashboard(
                 ),
                 Panel(
                     "Outliers",
-                    "1: slow beside the others, or failing.",
+                    "The value 1 means slower than the others, or failing.",
                     "short",
                     (
                         (
@@ -507,7 +507,7 @@ ENDPOINTS: Final = Dashboard(
                 ),
                 Panel(
                     "Time to first token by the engines' own clocks",
-                    "Of everything that they serve, whoever sent it; read from their metrics pages.",
+                    "Mean over all requests that the engines serve, from any client, by their metrics pages.",
                     "s",
                     (
                         (engine_ttft(select=POD), _ENDPOINT_LEGEND),
@@ -517,25 +517,25 @@ ENDPOINTS: Final = Dashboard(
                 ),
                 Panel(
                     "Time to first chunk",
-                    "Mean of streamed answers, where the gateway shows them.",
+                    "Mean of streamed answers, if the gateway shows them.",
                     "s",
                     against_median("homing_per_endpoint_ttft_seconds"),
                 ),
                 Panel(
                     "Time to response headers",
-                    "Mean. Of an answer that is not streamed it is nearly all of it.",
+                    "Mean time to response headers. It is nearly the whole duration of an answer that is not streamed.",
                     "s",
                     against_median("homing_per_endpoint_response_headers_seconds"),
                 ),
                 Panel(
                     "Duration",
-                    "Mean of the requests that came to their end.",
+                    "Mean duration of the requests that ended normally.",
                     "s",
                     against_median("homing_per_endpoint_request_duration_seconds"),
                 ),
                 Panel(
                     "Errors",
-                    "Responses a second, by class of status. unreached: the gateway got no connection.",
+                    "Responses per second by class of status. The class unreached means that the gateway got no connection.",
                     "reqps",
                     (
                         (
@@ -549,8 +549,8 @@ ENDPOINTS: Final = Dashboard(
                     ),
                 ),
                 Panel(
-                    "Belief and engine",
-                    "Believed less found, as a share of the prompt tokens, in the last windows of each. Above 0: too much is believed.",
+                    "Predicted less actual hits",
+                    "Predicted hits less the engine's count, as a share of the prompt tokens, in the last windows of each. The prediction is too high above 0.",
                     "percentunit",
                     (
                         (
@@ -572,8 +572,8 @@ ENDPOINTS: Final = Dashboard(
                     ),
                 ),
                 Panel(
-                    "Found, by tier",
-                    "Share of the prompt tokens that engines found, by where they had them.",
+                    "Actual hits by tier",
+                    "Share of the prompt tokens that engines found cached, by tier.",
                     "percentunit",
                     (
                         (
@@ -588,8 +588,8 @@ ENDPOINTS: Final = Dashboard(
                     ),
                 ),
                 Panel(
-                    "Believed, by index",
-                    "all: what decisions went by. Others: had that index alone been asked, beside the one that engines tell.",
+                    "Predicted hits by index",
+                    "Index all is the prediction that decisions used. Another index shows what it alone would have predicted, beside the index with KV events.",
                     "percentunit",
                     (
                         (
@@ -604,8 +604,8 @@ ENDPOINTS: Final = Dashboard(
                     ),
                 ),
                 Panel(
-                    "Believed hits",
-                    "Share of its prompt tokens that each was believed to hold.",
+                    "Predicted hits",
+                    "Share of its prompt tokens that each endpoint was predicted to have cached.",
                     "percentunit",
                     (
                         (
@@ -629,7 +629,7 @@ ENDPOINTS: Final = Dashboard(
                 ),
                 Panel(
                     "Actual hits",
-                    "Share of its prompt tokens that each engine says it held. Far from what was believed: the index is wrong.",
+                    "Share of its prompt tokens that each engine counted as cached. The index is wrong if this is far from the prediction.",
                     "percentunit",
                     (
                         (engine_share(BY_ENDPOINT, select=POD), _ENDPOINT_LEGEND),
@@ -643,7 +643,7 @@ ENDPOINTS: Final = Dashboard(
             (
                 Panel(
                     "Picks",
-                    "Decisions for each.",
+                    "Decisions for each endpoint.",
                     "reqps",
                     (
                         (
@@ -658,7 +658,7 @@ ENDPOINTS: Final = Dashboard(
                 ),
                 Panel(
                     "In flight",
-                    "Sent there by these pickers and not ended.",
+                    "Requests that these pickers sent there and that have not ended.",
                     "short",
                     (
                         (
@@ -669,7 +669,7 @@ ENDPOINTS: Final = Dashboard(
                 ),
                 Panel(
                     "Prompt tokens not yet prefilled",
-                    "By estimate.",
+                    "Estimated tokens that the engine still has to compute.",
                     "short",
                     (
                         (
@@ -680,7 +680,7 @@ ENDPOINTS: Final = Dashboard(
                 ),
                 Panel(
                     "Waiting",
-                    "In the engine's queue, as last scraped.",
+                    "Requests in the engine's queue, as last scraped.",
                     "short",
                     (
                         (
@@ -691,7 +691,7 @@ ENDPOINTS: Final = Dashboard(
                 ),
                 Panel(
                     "Running",
-                    "In the engine's batch, as last scraped.",
+                    "Requests in the engine's batch, as last scraped.",
                     "short",
                     (
                         (
@@ -702,7 +702,7 @@ ENDPOINTS: Final = Dashboard(
                 ),
                 Panel(
                     "KV cache",
-                    "Share in use, as last scraped.",
+                    "Share of the KV cache in use, as last scraped.",
                     "percentunit",
                     (
                         (
@@ -720,7 +720,7 @@ ENDPOINTS: Final = Dashboard(
             (
                 Panel(
                     "Endpoints",
-                    "Ready, known, set aside after failures, ejected as outliers, full.",
+                    "Endpoints that are ready, known, set aside after failures, ejected as outliers, and full.",
                     "short",
                     (
                         (latest("homing_ready_endpoints", "name"), "ready {{name}}"),
@@ -732,7 +732,7 @@ ENDPOINTS: Final = Dashboard(
                 ),
                 Panel(
                     "Age of metrics",
-                    "Since the last good scrape.",
+                    "Time since the last successful scrape.",
                     "s",
                     (
                         (
@@ -745,13 +745,13 @@ ENDPOINTS: Final = Dashboard(
                 ),
                 Panel(
                     "Failed scrapes",
-                    "By kind of failure.",
+                    "Failures by kind.",
                     "short",
                     ((rate("homing_scrape_errors_total", "kind"), "{{kind}}"),),
                 ),
                 Panel(
                     "Set aside, ejected",
-                    "Times in an hour.",
+                    "Number in an hour.",
                     "short",
                     (
                         (
@@ -775,26 +775,26 @@ ENDPOINTS: Final = Dashboard(
             (
                 Panel(
                     "Streams",
-                    "Endpoints by how their KV events are heard, as the picker that hears most of each state. Empty: no index is told by engines.",
+                    "Endpoints by the state of their KV events, by the picker with most of each state. The panel is empty if no index receives events.",
                     "short",
                     (
                         (latest("homing_kv_event_streams", "state"), "{{state}}"),
                         (
                             f"max(homing_kv_event_streams_incomplete{{{JOB}}})",
-                            "live, not all told",
+                            "live, not complete",
                         ),
                         (f"max(homing_kv_event_streams_silent{{{JOB}}})", "silent"),
                     ),
                 ),
                 Panel(
                     "Events",
-                    "Read in a second by all pickers together, each of which hears every engine.",
+                    "Events that all pickers together read per second; each picker receives every engine.",
                     "short",
                     ((rate("homing_kv_events_total", "type"), "{{type}}"),),
                 ),
                 Panel(
-                    "What went wrong",
-                    "What was not understood or not listened to, and what streams lost or asked for again.",
+                    "Faults of KV events",
+                    "Messages that were not understood or ignored, and frames that streams lost or requested again.",
                     "short",
                     (
                         (rate("homing_kv_event_faults_total", "reason"), "{{reason}}"),
@@ -810,7 +810,7 @@ ENDPOINTS: Final = Dashboard(
                 ),
                 Panel(
                     "Data-parallel ranks",
-                    "Requests to endpoints with several ranks behind one address: one was named, or why the engine chose. Empty: no plugin chooses ranks.",
+                    "Requests to endpoints with several ranks behind one address: a named rank, or the reason why the engine chose. The panel is empty if no plugin chooses ranks.",
                     "reqps",
                     ((rate("homing_rank_choices_total", "result"), "{{result}}"),),
                 ),
@@ -829,14 +829,14 @@ ENDPOINTS: Final = Dashboard(
 TUNING: Final = Dashboard(
     "homing-tuning",
     "Homing: tuning",
-    "What do the weights do? The configuration, what it decides, and what that brings. Lines mark each change.",
+    "Effect of the weights: the configuration, its decisions, and their results. Lines mark each change.",
     (
         Row(
             "Before and after",
             (
                 Panel(
                     "Weights",
-                    "In force.",
+                    "Weights in force.",
                     "short",
                     (
                         (
@@ -847,7 +847,7 @@ TUNING: Final = Dashboard(
                 ),
                 Panel(
                     "Configuration in force",
-                    "A step is a change.",
+                    "Configuration of each replica. A step is a change.",
                     "short",
                     (
                         (
@@ -858,13 +858,13 @@ TUNING: Final = Dashboard(
                 ),
                 Panel(
                     "Time to first token",
-                    "Only where the gateway shows response bodies.",
+                    "Time from the request headers to the first part of the answer. It needs a gateway that shows response bodies.",
                     "s",
                     quantiles("homing_request_ttft_seconds", "p50", "p90", "p99"),
                 ),
                 Panel(
                     "Hits by the engines' own counts",
-                    "Share of prompt tokens.",
+                    "Share of prompt tokens that engines found cached, beside the prediction.",
                     "percentunit",
                     (
                         (engine_share(""), "served"),
@@ -872,13 +872,13 @@ TUNING: Final = Dashboard(
                             rate("homing_per_endpoint_predicted_hit_tokens_total")
                             + " / "
                             + rate("homing_per_endpoint_prompt_tokens_total"),
-                            "believed",
+                            "predicted",
                         ),
                     ),
                 ),
                 Panel(
                     "Spread of the load",
-                    "Standard deviation of the queues over their mean: 0 is even.",
+                    "Standard deviation of the queues over their mean. The load is even at 0.",
                     "short",
                     (
                         (
@@ -893,7 +893,7 @@ TUNING: Final = Dashboard(
                 ),
                 Panel(
                     "Duration",
-                    "Mean of all requests.",
+                    "Mean duration of all requests.",
                     "s",
                     ((mean("homing_request_duration_seconds"), "mean"),),
                 ),
@@ -903,38 +903,38 @@ TUNING: Final = Dashboard(
             "Decisions",
             (
                 Panel(
-                    "What scorers gave the chosen endpoint",
-                    "Weighted, mean: who decides.",
+                    "Scorers' parts for the chosen endpoint",
+                    "Mean weighted score of each scorer, which shows the scorer that decides.",
                     "short",
                     ((mean("homing_scorer_contribution", "scorer"), "{{scorer}}"),),
                 ),
                 Panel(
                     "Candidates dropped",
-                    "By the filter that dropped them.",
+                    "Dropped candidates by filter.",
                     "short",
                     ((rate("homing_filter_eliminated_total", "filter"), "{{filter}}"),),
                 ),
                 Panel(
                     "Plugins that fail",
-                    "What they add is left out.",
+                    "Failures by plugin. Decisions omit the contribution of a failing plugin.",
                     "short",
                     ((rate("homing_plugin_errors_total", "plugin"), "{{plugin}}"),),
                 ),
                 Panel(
                     "Time of a decision",
-                    "The decision alone.",
+                    "Duration of the decision alone.",
                     "s",
                     quantiles("homing_scheduler_e2e_duration_seconds", "p50", "p90", "p99"),
                 ),
                 Panel(
                     "Time until the answer",
-                    "With the wait for the body.",
+                    "Time from the request headers to the picker's answer, including the wait for the body.",
                     "s",
                     quantiles("homing_request_processing_duration_seconds", "p50", "p99"),
                 ),
                 Panel(
                     "Decided without the prompt",
-                    "By body mode of the gateway; memory: there was none to read it.",
+                    "Requests by body mode of the gateway. The mode memory means that there was no memory to read the body.",
                     "reqps",
                     ((rate("homing_scheduled_without_prefix_total", "mode"), "{{mode}}"),),
                 ),
@@ -945,31 +945,31 @@ TUNING: Final = Dashboard(
             (
                 Panel(
                     "Predicted hit ratio",
-                    "Share of the prompt that the chosen endpoint is believed to hold, mean.",
+                    "Mean share of the prompt that the chosen endpoint is predicted to have cached.",
                     "percentunit",
                     ((mean("homing_prefix_indexer_hit_ratio"), "mean"),),
                 ),
                 Panel(
                     "Predicted and served from cache",
-                    "Tokens a second, of requests whose usage was parsed.",
+                    "Tokens per second of requests whose usage was parsed.",
                     "short",
                     ((rate("homing_prefix_hit_tokens_total", "source"), "{{source}}"),),
                 ),
                 Panel(
                     "Look-ups",
-                    "By result.",
+                    "Look-ups by result.",
                     "short",
                     ((rate("homing_prefix_indexer_lookups_total", "result"), "{{result}}"),),
                 ),
                 Panel(
                     "Evictions",
-                    "By cause. capacity is an index that follows its engines; memory is one that is too small.",
+                    "Evictions by cause. The cause capacity is an index that follows its engines; memory is one that is too small.",
                     "short",
                     ((rate("homing_prefix_indexer_evictions_total", "cause"), "{{cause}}"),),
                 ),
                 Panel(
                     "Entries",
-                    "One a block and endpoint.",
+                    "Entries of the index, one for each block and endpoint.",
                     "short",
                     (
                         (
@@ -980,7 +980,7 @@ TUNING: Final = Dashboard(
                 ),
                 Panel(
                     "Segments of long prompts",
-                    "Known: their blocks were not hashed anew.",
+                    "Segments of long prompts. The blocks of known ones were not hashed again.",
                     "short",
                     ((rate("homing_prompt_segments_total", "result"), "{{result}}"),),
                 ),
@@ -992,14 +992,14 @@ TUNING: Final = Dashboard(
 CAPACITY: Final = Dashboard(
     "homing-capacity",
     "Homing: capacity",
-    "Is the pool large enough, and the picker?",
+    "Load of the pool and of the picker, to judge whether they are large enough.",
     (
         Row(
             "Pool",
             (
                 Panel(
                     "Waiting requests",
-                    "Mean of the endpoints, and how much they differ. An alert fires from 50 on.",
+                    "Mean and standard deviation over the endpoints. An alert fires from 50 on.",
                     "short",
                     (
                         (latest("homing_average_queue_size", "name"), "mean {{name}}"),
@@ -1011,7 +1011,7 @@ CAPACITY: Final = Dashboard(
                 ),
                 Panel(
                     "KV cache use",
-                    "Mean, and how much endpoints differ. An alert fires from 90 % on.",
+                    "Mean and standard deviation over the endpoints. An alert fires from 90 % on.",
                     "percentunit",
                     (
                         (latest("homing_average_kv_cache_utilization", "name"), "mean {{name}}"),
@@ -1023,7 +1023,7 @@ CAPACITY: Final = Dashboard(
                 ),
                 Panel(
                     "Running requests",
-                    "Mean of the endpoints, and how much they differ.",
+                    "Mean and standard deviation over the endpoints.",
                     "short",
                     (
                         (latest("homing_average_running_requests", "name"), "mean {{name}}"),
@@ -1035,7 +1035,7 @@ CAPACITY: Final = Dashboard(
                 ),
                 Panel(
                     "Requests by endpoint",
-                    "A second, for each that is ready.",
+                    "Requests per second and ready endpoint.",
                     "reqps",
                     (
                         (
@@ -1050,7 +1050,7 @@ CAPACITY: Final = Dashboard(
                 ),
                 Panel(
                     "Uncached prompt tokens by endpoint",
-                    "A second: what prefill has to compute.",
+                    "Tokens per second that prefill must compute.",
                     "short",
                     (
                         (
@@ -1067,7 +1067,7 @@ CAPACITY: Final = Dashboard(
                 ),
                 Panel(
                     "Shed",
-                    "Refused because the pool is full.",
+                    "Requests that were refused because the pool is full.",
                     "reqps",
                     (
                         (
@@ -1087,19 +1087,19 @@ CAPACITY: Final = Dashboard(
             (
                 Panel(
                     "Requests by replica",
-                    "A second.",
+                    "Requests per second of each replica.",
                     "reqps",
                     ((rate("homing_request_total", "pod"), "{{pod}}"),),
                 ),
                 Panel(
                     "Open streams",
-                    "Against --concurrent-streams-max.",
+                    "Open streams, limited by --concurrent-streams-max.",
                     "short",
                     ((latest("homing_extproc_streams_inflight", "pod", how="sum"), "{{pod}}"),),
                 ),
                 Panel(
                     "Refused by the picker itself",
-                    "It has too much open, or holds too many bodies.",
+                    "Requests refused because too many streams are open, or too many bodies are held.",
                     "reqps",
                     (
                         (
@@ -1114,7 +1114,7 @@ CAPACITY: Final = Dashboard(
                 ),
                 Panel(
                     "Bodies held",
-                    "Share of what they may take.",
+                    "Share of the limit for held bodies in use.",
                     "percentunit",
                     (
                         (
@@ -1127,7 +1127,7 @@ CAPACITY: Final = Dashboard(
                 ),
                 Panel(
                     "Index",
-                    "Memory that it accounts for.",
+                    "Memory that the index accounts for.",
                     "bytes",
                     (
                         (
@@ -1139,13 +1139,13 @@ CAPACITY: Final = Dashboard(
                 MEMORY_PRESSURE,
                 Panel(
                     "Scrapes",
-                    "Time of a good one.",
+                    "Duration of successful scrapes.",
                     "s",
                     quantiles("homing_scrape_duration_seconds", "p50", "p99"),
                 ),
                 Panel(
-                    "Messages read in the slow way",
-                    "Left to protobuf because something in them is unusual.",
+                    "Messages parsed by protobuf",
+                    "Messages that the fast parser leaves to protobuf because they are unusual.",
                     "ops",
                     (
                         (
@@ -1167,7 +1167,7 @@ DASHBOARDS: Final = (OVERVIEW, ENDPOINTS, TUNING, CAPACITY)
 
 
 def text_of(dashboard: Dashboard) -> str:
-    """What its file holds."""
+    """Return the content of the dashboard's file."""
     return row_lines(_board(dashboard))
 
 
@@ -1241,7 +1241,7 @@ def _variable(name: str, label: str, query: str) -> dict[str, Any]:
 
 
 def _panels(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """In rows of the grid, from left to right and down."""
+    """Return the panels placed in rows of the grid, from left to right and down."""
     placed: list[dict[str, Any]] = []
     y = 0
     for row in rows:
@@ -1295,7 +1295,7 @@ def _panel(panel: Panel, number: int, place: Mapping[str, int]) -> dict[str, Any
 
 
 def main() -> int:
-    """Write every dashboard that changed, and say which."""
+    """Write every dashboard that changed, and print its name."""
     for dashboard in DASHBOARDS:
         text = text_of(dashboard)
         if not dashboard.file.is_file() or dashboard.file.read_text(encoding="utf-8") != text:

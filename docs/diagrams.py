@@ -1,7 +1,7 @@
-"""Draws the pictures of docs/scoring.md anew: `python -m docs.diagrams`.
+"""Draw the pictures of docs/scoring.md: `python -m docs.diagrams`.
 
-Both are of the sum that `added-time-scorer` documents, with its defaults; tests/test_docs.py compares
-the sum with the scorer.
+Both show the formula of `added-time-scorer` with its defaults; tests/test_docs.py compares the
+formula with the scorer.
 """
 
 import math
@@ -25,17 +25,17 @@ STYLE: Final = (
 
 
 class Pod(Struct, frozen=True, kw_only=True):
-    """What the picker knows of one endpoint; the sum needs no more."""
+    """The picker's state of one endpoint, as far as the formula needs it."""
 
     name: str
     cached_tokens: int
-    """Of the prompt that is to be placed."""
+    """Cached tokens of the prompt that is placed."""
     pending_tokens: float = 0.0
-    """Sent there and not yet prefilled."""
+    """Prompt tokens sent there and not yet prefilled."""
     requests: int = 0
-    """In flight there."""
+    """Requests in flight there."""
     context_tokens: int = 0
-    """Prompts of these."""
+    """Prompt tokens of these requests."""
 
 
 PROMPT_TOKENS: Final = 6_400
@@ -60,9 +60,9 @@ PODS: Final = (
 
 
 def terms(pod: Pod, prompt_tokens: int, rule: AddedTime) -> dict[str, float]:
-    """Prefill tokens that a request adds at `pod`, by what they are lost for.
+    """Return the prefill tokens that a request adds at `pod`, by cause.
 
-    No queue in the engine, no want of memory and no adapter; these terms are 0 then.
+    The engine has no queue, enough memory and no adapter; these terms are then 0.
     """
     compute = prompt_tokens - pod.cached_tokens
     prefill = compute * (1 + (prompt_tokens - compute / 2) / ATTENTION_TOKENS)
@@ -82,12 +82,12 @@ def terms(pod: Pod, prompt_tokens: int, rule: AddedTime) -> dict[str, float]:
 
 
 def added_s(pod: Pod, prompt_tokens: int, rule: AddedTime) -> float:
-    """Seconds that a request adds at `pod`."""
+    """Return the seconds that a request adds at `pod`."""
     return sum(terms(pod, prompt_tokens, rule).values()) / PREFILL_TOKENS_PER_S
 
 
 def bars() -> str:
-    """What one request adds at three pods, term by term."""
+    """Return the picture of the seconds that one request adds at three pods, term by term."""
     rule = AddedTime()
     left, top, high, apart = 20, 70, 24, 62
     most = max(added_s(pod, PROMPT_TOKENS, rule) for pod in PODS)
@@ -118,7 +118,9 @@ def bars() -> str:
 
 
 def lines() -> str:
-    """What a wait at the holder costs against computing the prompt elsewhere."""
+    """Return the picture of a wait at the pod with the prefix, compared with computing the prompt
+    elsewhere.
+    """
     rule = AddedTime()
     longest = 60_000.0
 
@@ -193,7 +195,7 @@ DIAGRAMS: Final[Mapping[str, Callable[[], str]]] = {"added-time": bars, "worth-a
 
 
 def main() -> None:
-    """Draw both."""
+    """Draw both pictures."""
     FOLDER.mkdir(exist_ok=True)
     for name, draw in DIAGRAMS.items():
         (FOLDER / f"{name}.svg").write_text(draw(), encoding="utf-8")

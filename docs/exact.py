@@ -1,9 +1,9 @@
-"""Measures docs/exact.md: `python -m docs.exact`, some minutes of one core.
+"""Measure the figures of docs/exact.md: `python -m docs.exact`, some minutes of one core.
 
-The same generated traffic is routed by what pickers decided and by what engines tell, with everything
-else alike: the default scorer, the same pods, the same instants. The figures of each run go to
-docs/exact.json, cell by cell; what stands there is not measured again, so that another arm costs only
-its own column. `python -m docs.reference` makes the tables of the page from it.
+The same generated traffic is routed with different indexes: by pickers' decisions and by KV events.
+Everything else is equal: the default scorer, the pods and the times. The figures of each run go to
+docs/exact.json, cell by cell. Existing cells are not measured again, so another arm costs only its
+own column. `python -m docs.reference` makes the tables of the page.
 """
 
 import argparse
@@ -41,7 +41,7 @@ RESULTS: Final = FOLDER / "exact.json"
 SEEDS: Final = 3
 PODS: Final = 4
 CACHE_TOKENS: Final = 60_000
-"""Of a pod; small, as traffic is short."""
+"""KV cache of a pod in tokens; small, because the traffic is short."""
 PREFIX_TOKENS: Final = 3_000
 RATE_PER_S: Final = 28.0
 DURATION_S: Final = 30.0
@@ -49,16 +49,18 @@ WARM_UP_S: Final = 8.0
 PEER_DELAY_S: Final = 0.005
 LEARNING_DURATION_S: Final = 200.0
 LEARNING_WARM_UP_S: Final = 80.0
-"""Where belief is corrected, once a window of at least 20 s: three windows before, six of figures."""
+"""Times of runs with a corrected estimate. A window has at least 20 s: three end before the
+figures, six within.
+"""
 
 
 class Arm(Struct, frozen=True, kw_only=True):
-    """A way to know what is cached: a column of the tables."""
+    """A source of the index's data: one column of the tables."""
 
     name: str
     config: str
     told: bool = False
-    """Engines tell pickers what they hold."""
+    """True if engines send KV events to pickers."""
 
     @property
     def policy(self) -> PolicySource:
@@ -73,35 +75,35 @@ EXACT: Final = Arm(
     name="exact", config=(FOLDER / "examples" / "exact.yaml").read_text(encoding="utf-8"), told=True
 )
 ARMS: Final = (APPROXIMATE, EXACT)
-"""The first is what the others are compared with."""
+"""Arms of the tables; the first is the reference of the others."""
 LEARNING_ARMS: Final = (APPROXIMATE, CORRECTED, EXACT)
-"""Where there is time to learn."""
+"""Arms of the tables with enough time to learn."""
 
 
 class Condition(Struct, frozen=True, kw_only=True):
-    """What it meets: a row of the tables."""
+    """The conditions of a run: one row of the tables."""
 
     pressure: float = 1.2
-    """All prefixes, in times the caches of all pods."""
+    """Size of all prefixes, relative to the caches of all pods."""
     pickers: int = 4
     peers: bool = True
-    """Pickers tell each other what they decide."""
+    """True if pickers share their decisions."""
     adapters: int = 0
-    """Each prefix is one of so many adapters', evenly; 0: of the model."""
+    """Number of adapters among which the prefixes are divided evenly; 0 means the base model."""
     delay_s: float = 0.01
     loss: float = 0.0
-    """Both of KV events."""
+    """Share of the frames with KV events that is lost; `delay_s` is their delay."""
     told_times: float = 1.0
-    """So many times the cache that they have pods tell of."""
+    """Cache size that pods report, relative to the real one."""
     duration_s: float = DURATION_S
     warm_up_s: float = WARM_UP_S
 
     def of(self, arm: Arm) -> "Condition":
-        """All that `arm` can know of."""
+        """Return this condition without the settings that `arm` cannot notice."""
         return self if arm.told else replace(self, delay_s=0.0, loss=0.0)
 
     def workload(self) -> Workload:
-        """Its traffic: of skewed popularity, as prefixes of tenants have it."""
+        """Return the traffic, with prefixes of skewed popularity like those of tenants."""
         prefixes = round(self.pressure * PODS * CACHE_TOKENS / PREFIX_TOKENS)
         names = tuple((f"adapter-{number}", 1.0) for number in range(self.adapters))
         return Workload(
@@ -118,7 +120,7 @@ class Condition(Struct, frozen=True, kw_only=True):
         )
 
     def cluster(self, arm: Arm) -> ClusterSettings:
-        """Its pods and pickers."""
+        """Return the pods and pickers."""
         kind = PodKind.of(find_profile(DEFAULT_PROFILE), max_loras=self.adapters)
         blocks = CACHE_TOKENS // kind.engine.block_size_tokens + 1
         engine = replace(kind.engine, blocks_total=blocks)
@@ -132,13 +134,13 @@ class Condition(Struct, frozen=True, kw_only=True):
 
 
 class Figures(Struct, frozen=True, kw_only=True):
-    """Of one run."""
+    """The figures of one run."""
 
     hit_rate: float | None
     ttft_mean_s: float | None
     ttft_p90_s: float | None
     off_tokens: float | None
-    """By so many a prediction was wrong, on average."""
+    """Mean absolute error of the predicted cached tokens."""
 
 
 class Cell(Struct, frozen=True, kw_only=True):
@@ -150,14 +152,14 @@ class Cell(Struct, frozen=True, kw_only=True):
 
 
 class Measured(Struct, frozen=True, kw_only=True):
-    """docs/exact.json."""
+    """The content of docs/exact.json."""
 
     under: dict[str, float]
-    """What is the same for all; of other runs nothing is kept."""
+    """Settings common to all runs; figures of other settings are dropped."""
     cells: list[Cell]
 
     def of(self, arm: Arm, condition: Condition) -> list[Figures]:
-        """By seed. `LookupError`: it was not measured."""
+        """Return the figures by seed. Raise `LookupError` if they were not measured."""
         wanted = (arm.name, condition.of(arm))
         for cell in self.cells:
             if (cell.arm, cell.condition) == wanted:
@@ -166,7 +168,7 @@ class Measured(Struct, frozen=True, kw_only=True):
 
 
 def under() -> dict[str, float]:
-    """What every run has in common."""
+    """Return the settings that every run has in common."""
     return {
         "pods": PODS,
         "cache_tokens": CACHE_TOKENS,
@@ -192,13 +194,13 @@ KNOWN: Final[Mapping[str, Condition]] = {
     )
     for (pickers, peers), pressures in _TOGETHER.items()
     for pressure in pressures
-    for _sharing in (("share" if peers else "do not share") if pickers > 1 else "",)
+    for _sharing in (("yes" if peers else "no") if pickers > 1 else "",)
 }
-"""Row -> condition: how full caches are, and how many pickers there are."""
+"""Row -> condition: fullness of the caches and number of pickers."""
 ALONE: Final = Condition(peers=False)
-"""Where it matters what engines tell."""
+"""Condition in which KV events make a difference."""
 ADAPTERS: Final[Mapping[str, Condition]] = {
-    "the model alone": ALONE,
+    "the model": ALONE,
     "16 adapters": replace(ALONE, adapters=16),
 }
 _TIMES: Final = "\N{MULTIPLICATION SIGN}"
@@ -206,34 +208,32 @@ _LEARNING: Final = Condition(
     peers=False, duration_s=LEARNING_DURATION_S, warm_up_s=LEARNING_WARM_UP_S
 )
 LEARNT: Final[Mapping[str, Condition]] = {
-    f"0.5 {_TIMES} | what they have | 1 |": replace(_LEARNING, pressure=0.5, pickers=1),
-    f"1.2 {_TIMES} | what they have | 1 |": replace(_LEARNING, pickers=1),
-    f"2 {_TIMES} | what they have | 1 |": replace(_LEARNING, pressure=2.0, pickers=1),
-    f"1.2 {_TIMES} | twice as much | 1 |": replace(_LEARNING, told_times=2.0, pickers=1),
-    f"1.2 {_TIMES} | half as much | 1 |": replace(_LEARNING, told_times=0.5, pickers=1),
-    f"1.2 {_TIMES} | what they have | 4 | share": replace(_LEARNING, peers=True),
-    f"1.2 {_TIMES} | twice as much | 4 | share": replace(_LEARNING, peers=True, told_times=2.0),
-    f"1.2 {_TIMES} | what they have | 4 | do not share": _LEARNING,
-    f"1.2 {_TIMES} | what they have | 8 | do not share": replace(_LEARNING, pickers=8),
-    f"1.2 {_TIMES}, of 16 adapters | what they have | 4 | do not share": replace(
-        _LEARNING, adapters=16
-    ),
+    f"0.5 {_TIMES} | the true size | 1 |": replace(_LEARNING, pressure=0.5, pickers=1),
+    f"1.2 {_TIMES} | the true size | 1 |": replace(_LEARNING, pickers=1),
+    f"2 {_TIMES} | the true size | 1 |": replace(_LEARNING, pressure=2.0, pickers=1),
+    f"1.2 {_TIMES} | twice the size | 1 |": replace(_LEARNING, told_times=2.0, pickers=1),
+    f"1.2 {_TIMES} | half the size | 1 |": replace(_LEARNING, told_times=0.5, pickers=1),
+    f"1.2 {_TIMES} | the true size | 4 | yes": replace(_LEARNING, peers=True),
+    f"1.2 {_TIMES} | twice the size | 4 | yes": replace(_LEARNING, peers=True, told_times=2.0),
+    f"1.2 {_TIMES} | the true size | 4 | no": _LEARNING,
+    f"1.2 {_TIMES} | the true size | 8 | no": replace(_LEARNING, pickers=8),
+    f"1.2 {_TIMES}, of 16 adapters | the true size | 4 | no": replace(_LEARNING, adapters=16),
 }
-"""Row -> condition: how full caches are, what pods tell of them, and how many pickers there are."""
+"""Row -> condition: fullness of the caches, their reported size, and number of pickers."""
 DELAYS: Final[Mapping[str, Condition]] = {
     **{
-        f"{_delay}, nothing is lost": replace(ALONE, delay_s=delay_s)
+        f"{_delay}, no loss": replace(ALONE, delay_s=delay_s)
         for _delay, delay_s in (("10 ms", 0.01), ("1 s", 1.0), ("5 s", 5.0))
     },
     **{
-        f"10 ms, {loss:.1%} of the frames are lost": replace(ALONE, loss=loss)
+        f"10 ms, {loss:.1%} of the frames lost": replace(ALONE, loss=loss)
         for loss in (0.001, 0.1, 0.5)
     },
 }
 
 
 def cells() -> list[tuple[Arm, Condition]]:
-    """All that is measured, each once."""
+    """Return everything that is measured, each once."""
     wanted = [(EXACT, condition) for condition in DELAYS.values()]
     for conditions in (ADAPTERS, KNOWN):
         wanted += [(arm, one.of(arm)) for one, arm in product(conditions.values(), ARMS)]
@@ -244,7 +244,7 @@ def cells() -> list[tuple[Arm, Condition]]:
 def measure(
     wanted: Sequence[tuple[Arm, Condition]], seeds: Sequence[int], *, workers: int = 1
 ) -> Iterator[Cell]:
-    """These as they end, with traffic that each seed draws anew and that is the same for every arm."""
+    """Yield these cells as they end; each seed draws traffic that is the same for every arm."""
     with tempfile.TemporaryDirectory(prefix="docs-exact-") as name:
         folder = Path(name)
         traces: dict[tuple[Workload, int], str] = {}
@@ -275,7 +275,7 @@ def measure(
 
 
 def _drawn(workload: Workload, seed: int, path: Path) -> str:
-    """`path`, with what `seed` draws in it."""
+    """Write the requests that `seed` draws to `path`, and return its name."""
     with path.open("wb") as file:
         writer = CaptureWriter(file, source=f"docs/exact.py, seed {seed}")
         for arrival in arrivals(workload, seed):
@@ -297,26 +297,26 @@ def _figures(result: Result) -> Figures:
 
 
 def known_table(measured: Measured) -> str:
-    """How full caches are, and how many pickers decide."""
-    head = ["all prefixes, of all caches", "pickers", "they"]
+    """Return the table by fullness of the caches and number of pickers."""
+    head = ["prefixes, relative to all caches", "pickers", "sharing"]
     return _compared(measured, head, KNOWN, ARMS)
 
 
 def adapter_table(measured: Measured) -> str:
-    """The same prefixes, each of one of several adapters."""
-    return _compared(measured, ["requests are for"], ADAPTERS, ARMS)
+    """Return the table of the same prefixes, each of one of several adapters."""
+    return _compared(measured, ["requests name"], ADAPTERS, ARMS)
 
 
 def learnt_table(measured: Measured) -> str:
-    """What belief gains that learns from what engines count, beside what is told."""
-    head = ["all prefixes, of all caches", "pods tell of", "pickers", "they"]
+    """Return the table of the corrected estimate beside KV events."""
+    head = ["prefixes, relative to all caches", "pods report", "pickers", "sharing"]
     return _compared(measured, head, LEARNT, LEARNING_ARMS)
 
 
 def delay_table(measured: Measured) -> str:
-    """Of what is told, late or not at all; first what is decided without."""
-    head = ["engines tell", "hits", "TTFT mean", "TTFT p90", "wrong by tokens"]
-    rows = [["nothing, the approximate index", *_told(measured.of(APPROXIMATE, ALONE))]]
+    """Return the table of late and lost KV events, after a row without events."""
+    head = ["KV events", "hits", "TTFT mean", "TTFT p90", "error, tokens"]
+    rows = [["none, approximate index", *_told(measured.of(APPROXIMATE, ALONE))]]
     rows += [[name, *_told(measured.of(EXACT, one))] for name, one in DELAYS.items()]
     return markdown_table([head, *rows])
 
@@ -336,12 +336,15 @@ def _compared(
     conditions: Mapping[str, Condition],
     arms: Sequence[Arm],
 ) -> str:
-    """Of every arm hits, TTFT and how wrong it was; of all but the first how many more hits."""
+    """Return rows with hits, TTFT and error of every arm.
+
+    The rows also contain the additional hits of all arms except the first.
+    """
     reference, *others = arms
     head = [*names, *(f"hits, {arm.name}" for arm in arms)]
-    head += [f"{arm.name}: points more" for arm in others]
+    head += [f"{arm.name}: additional points" for arm in others]
     head += [f"TTFT mean, {arm.name}" for arm in arms]
-    head += [f"wrong by tokens, {arm.name}" for arm in arms]
+    head += [f"error in tokens, {arm.name}" for arm in arms]
     rows = [head]
     for name, condition in conditions.items():
         runs = {arm: measured.of(arm, condition) for arm in arms}
@@ -355,7 +358,9 @@ def _compared(
 
 
 def _more(reference: Sequence[Figures], other: Sequence[Figures]) -> str:
-    """Hits of `other` less those of `reference`, in points, with the 95 % interval of the mean."""
+    """Return the hits of `other` less those of `reference`, in points, with the 95 % interval of
+    the mean.
+    """
     found = hits_more(reference, other)
     if found.low is None or found.high is None:
         return f"{100 * found.value:+.1f}"
@@ -363,7 +368,7 @@ def _more(reference: Sequence[Figures], other: Sequence[Figures]) -> str:
 
 
 def hits_more(reference: Sequence[Figures], other: Sequence[Figures]) -> Estimate:
-    """The difference of the hit rates; both have the same traffic, seed by seed."""
+    """Return the difference of the hit rates; both have the same traffic, seed by seed."""
     differences = [
         (after.hit_rate or 0.0) - (before.hit_rate or 0.0)
         for before, after in zip(reference, other, strict=True)
@@ -381,7 +386,7 @@ def _tokens(value: float) -> str:
 
 
 def read() -> Measured:
-    """What was measured last."""
+    """Return the figures of the last measurement."""
     return msgspec.json.decode(RESULTS.read_bytes(), type=Measured)
 
 
@@ -390,7 +395,7 @@ def _write(measured: Measured) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what is not there yet and keep it; the exit code."""
+    """Measure and store missing cells. Return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m docs.exact", description=__doc__)
     parser.add_argument("--anew", action="store_true", help="measure also what is there")
     parser.add_argument("--workers", type=int, default=1, help="processes (1)")

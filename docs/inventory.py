@@ -1,6 +1,7 @@
-"""docs/evidence.toml: which command made each figure of the documentation, and from which sources.
+"""The inventory docs/evidence.toml: the command and the sources of each figure of the
+documentation.
 
-`docs.evidence` measures by it, `docs.reference` makes the table of docs/evidence.md of it.
+`docs.evidence` measures by it, and `docs.reference` makes the table of docs/evidence.md from it.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ SUFFIXES: Final = frozenset({".md", ".svg", ".json", ".png", ".webp"})
 NEEDS: Final = frozenset(
     {"6-gb", "chromium", "cluster", "envoy", "go", "kube-apiserver", "network", "npm", "quiet"}
 )
-"""Needs of a command; `docs.evidence` looks for those that a look at the machine can tell."""
+"""Needs of a command; `docs.evidence` looks for those that it can detect on this machine."""
 _FENCE: Final = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 _RULE: Final = re.compile(r"^([a-z0-9-]+):(?!=).*\n(?:\t.*\n)*", re.MULTILINE)
 _FIGURES: Final = re.compile(r"docs/[\w-]+\.(?:md|json)")
@@ -37,7 +38,7 @@ _MISSING: Final = "missing"
 
 
 class EvidenceError(Exception):
-    """A sentence for the person who typed the command."""
+    """An error of the inventory; its text is one sentence for the user."""
 
 
 class Entry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,7 +57,9 @@ class Entry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sources: list[str] = []
     """Files and folders that the figures depend on."""
     stale_after_days: int = 0
-    """Age from which a reading of other projects is stale; 0: only its sources make it stale."""
+    """Age in days from which a reading of other projects is stale; 0 if only its sources make it
+    stale.
+    """
     commit: str
     """The commit whose tree was measured."""
     date: date
@@ -65,7 +68,7 @@ class Entry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Inventory(Struct, frozen=True, forbid_unknown_fields=True):
-    """The whole file."""
+    """The content of the inventory."""
 
     unmeasured: list[str]
     """Pages without measured figures."""

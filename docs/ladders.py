@@ -1,10 +1,11 @@
-"""Measures two published ladders, docs/ladders.md: `python -m docs.ladders`, ten minutes of one core.
+"""Measure two published ladders: `python -m docs.ladders`, ten minutes of one core.
 
-Both are of the workload that llm-d publishes its routers by: 150 prefixes of 6,000 tokens with five
-questions of 1,200 each and 1,000 tokens out, on eight pods of Qwen3-32B on two H100s, whose caches it
-fills to 73 %. Each step is run by itself, after the warm-up that the workload has and until its last
-answer, for which its load generator waits too. The figures go to docs/ladders.json, arm by arm; what
-stands there is not measured again. `python -m docs.reference` makes the tables of the page from it.
+Both use the workload with which llm-d publishes its routers: 150 prefixes of 6,000 tokens with five
+questions of 1,200 each, and 1,000 output tokens. It runs on eight pods of Qwen3-32B on two H100s,
+whose caches it fills to 73 %. Each step is run separately, after the workload's warm-up and until
+its last answer, for which its load generator waits too. The figures go to docs/ladders.json, arm by
+arm; existing ones are not measured again. `python -m docs.reference` makes the tables of
+docs/ladders.md.
 """
 
 import argparse
@@ -43,14 +44,14 @@ WORKLOAD: Final = STANDARD["b2b"]
 PROFILE: Final = "qwen3-32b-h100-tp2"
 PODS: Final = 8
 WARM_UP: Final = Stage(rate_per_s=15.0, duration_s=50.0)
-"""Each of the 750 prompts once."""
+"""Warm-up, which sends each of the 750 prompts once."""
 GAP_S: Final = 60.0
-"""Until the step begins; nothing of the warm-up is left then."""
+"""Seconds until the step begins; no request of the warm-up is left then."""
 DELAY_S: Final = 0.01
-"""Of KV events."""
+"""Delay of KV events in seconds."""
 SEED: Final = 1
 RATES: Final = (3, 10, 15, 20, 22, 25, 30, 35, 40, 43, 46, 49, 52, 55, 57, 60)
-"""Requests a second of its steps."""
+"""Rates of the steps, in requests per second."""
 
 _HEAD: Final = """\
 apiVersion: llm-d.ai/v1alpha1
@@ -73,7 +74,9 @@ _BELIEVED: Final = """\
     blockSizeTokens: 16
     maxPrefixBlocksToMatch: 256
 """
-"""As it was measured: of a prompt of 7,200 tokens no more than 4,096 are looked at."""
+"""Document of the estimated router as measured: it looks at no more than 4,096 tokens of a prompt
+of 7,200.
+"""
 _LOAD: Final = """\
 - type: queue-scorer
 - type: kv-cache-utilization-scorer
@@ -111,7 +114,7 @@ schedulingProfiles:
 
 
 def _weighed(index: str, prefix: int, queue: int, cache: int) -> str:
-    """The document of the three scorers that the guide had, with these weights."""
+    """Return the document of the guide's three scorers, with these weights."""
     load = _LOAD.format(queue=queue, cache=cache)
     if not prefix:
         return _HEAD + load
@@ -119,16 +122,16 @@ def _weighed(index: str, prefix: int, queue: int, cache: int) -> str:
 
 
 class Arm(Struct, frozen=True, kw_only=True):
-    """Who picks: a row of the tables."""
+    """A router: one row of the tables."""
 
     name: str
     config: str = ""
-    """Empty of a baseline."""
+    """Document; empty for a baseline."""
     told: bool = False
-    """Engines tell pickers what they hold."""
+    """True if engines send KV events to pickers."""
     pickers: int = 1
     share: bool = True
-    """Pickers tell each other what they decide."""
+    """True if pickers share their decisions."""
 
     @property
     def policy(self) -> PolicySource:
@@ -136,7 +139,7 @@ class Arm(Struct, frozen=True, kw_only=True):
         return PolicySource(name=name, text=self.config, source=DEFAULT_SOURCE)
 
     def cluster(self) -> ClusterSettings:
-        """The pods of the guide, and its pickers."""
+        """Return the pods of the guide, and its pickers."""
         sharing = self.share and self.pickers > 1
         return ClusterSettings(
             pods=(PodKind.of(find_profile(PROFILE)),) * PODS,
@@ -151,7 +154,7 @@ class Step(Struct, frozen=True, kw_only=True):
 
     rate_per_s: float
     output_tokens_per_s: float
-    """From the first request to the last answer."""
+    """Output tokens per second, from the first request to the last answer."""
     ttft_p90_s: float
     ttft_mean_s: float | None = None
 
@@ -165,12 +168,14 @@ class Climbed(Struct, frozen=True, kw_only=True):
 
 
 class Measured(Struct, frozen=True, kw_only=True):
-    """docs/ladders.json."""
+    """The content of docs/ladders.json."""
 
     arms: list[Climbed]
 
     def of(self, arm: "Arm") -> list[Step]:
-        """Its steps. `LookupError`: it was not measured, or by another configuration."""
+        """Return the steps of `arm`. Raise `LookupError` if they were measured with another
+        configuration or not at all.
+        """
         for one in self.arms:
             if one.arm == arm.name and one.config == arm.config:
                 return one.steps
@@ -217,14 +222,15 @@ CAPACITY_73: Final[Mapping[str, list[Step]]] = {
         (0.82, 1.40, 2.30, 70.3, 78.4, 82.9, 86.2, 91.5, 101, 101, 101, 104, 105, 104, 107, 106),
     ),
 }  # fmt: skip
-"""llm-d-kv-cache v0.9.0, benchmarking/73-capacity/README.md, "Per-QPS Results"."""
+"""Published figures: llm-d-kv-cache v0.9.0, benchmarking/73-capacity/README.md, "Per-QPS Results".
+"""
 
 GUIDE: Final = Arm(name="the guide", config=_HEAD + _TOLD + _AFFINITY, told=True)
 SERVICE: Final = Arm(name="Kubernetes Service")
 GUIDES: Final[Mapping[str, Arm]] = {
     "Kubernetes Service": SERVICE,
     "the guide, one picker": GUIDE,
-    "the guide, four that tell each other nothing": replace(
+    "the guide, four without sharing": replace(
         GUIDE, name="the guide, four blind pickers", pickers=4, share=False
     ),
     "the guide, four that share": replace(GUIDE, name="the guide, four pickers", pickers=4),
@@ -239,12 +245,14 @@ PEAKS: Final[Mapping[str, Step]] = {
     "Kubernetes Service": Step(rate_per_s=60.0, output_tokens_per_s=6986.0, ttft_p90_s=135.5),
     "the guide, one picker": Step(rate_per_s=60.0, output_tokens_per_s=14_892.0, ttft_p90_s=0.26),
 }
-"""llm-d/llm-d#2071: the most output tokens a second of any step, and TTFT p90."""
+"""Published figures of llm-d/llm-d#2071: the most output tokens per second of any step, and TTFT
+p90.
+"""
 ARMS: Final = (PRECISE, ESTIMATED, LOAD, RANDOM, *OURS, *GUIDES.values())
 
 
 def ladder() -> dict[float, Workload]:
-    """Requests a second -> the warm-up and that step."""
+    """Return the workload of each rate, in requests per second: the warm-up and that step."""
     assert isinstance(WORKLOAD.load, OpenLoad)
     _, *steps = WORKLOAD.load.stages
     return {
@@ -254,7 +262,7 @@ def ladder() -> dict[float, Workload]:
 
 
 def measure(arms: Sequence[Arm], rates: Sequence[float], *, workers: int = 1) -> Iterator[Climbed]:
-    """These as they end, all with the same requests at the same instants."""
+    """Yield these arms as they end, all with the same requests at the same times."""
     with tempfile.TemporaryDirectory(prefix="docs-ladders-") as name:
         traces = {rate: _drawn(ladder()[rate], Path(name) / f"{rate:g}.jsonl") for rate in rates}
         jobs = [
@@ -279,7 +287,7 @@ def measure(arms: Sequence[Arm], rates: Sequence[float], *, workers: int = 1) ->
 
 
 def _drawn(workload: Workload, path: Path) -> str:
-    """`path`, with the requests of `workload` in it."""
+    """Write the requests of `workload` to `path`, and return its name."""
     with path.open("wb") as file:
         writer = CaptureWriter(file, source=f"docs/ladders.py, seed {SEED}")
         for arrival in arrivals(workload, SEED):
@@ -302,11 +310,11 @@ def _step(rate_per_s: float, result: Result) -> Step:
 
 
 def mean_table(measured: Measured) -> str:
-    """73-capacity: means over the steps, as its authors give them, and how far ours are from theirs."""
+    """Return the table of 73-capacity: the authors' means over the steps, and our deviation."""
     rows = [
         [
             "picker",
-            *("output tokens/s, published", "simulated", "off by"),
+            *("output tokens/s, published", "simulated", "deviation"),
             *("TTFT p90, published", "simulated"),
         ]
     ]
@@ -330,7 +338,7 @@ def mean_table(measured: Measured) -> str:
 
 
 def step_table(measured: Measured) -> str:
-    """73-capacity by step: published, then simulated."""
+    """Return the table of 73-capacity by step: published, then simulated."""
     arms = (PRECISE, ESTIMATED, LOAD, RANDOM)
     rows = [["requests/s", *(f"{arm.name}{what}" for what in _WHAT for arm in arms)]]
     found = {arm.name: measured.of(arm) for arm in arms}
@@ -349,7 +357,7 @@ def step_table(measured: Measured) -> str:
 
 
 def order_table(measured: Measured) -> str:
-    """73-capacity: who gives out more than whom, at how many steps published and simulated agree."""
+    """Return the table of 73-capacity: steps at which published and simulated order agree."""
     arms = (PRECISE, ESTIMATED, LOAD, RANDOM)
     rows = [["pair", "output tokens/s agree", "TTFT p90 agree", "of steps"]]
     for number, one in enumerate(arms):
@@ -372,7 +380,7 @@ def order_table(measured: Measured) -> str:
 
 
 def peak_table(measured: Measured) -> str:
-    """llm-d#2071: the best step, and TTFT p90 at the last."""
+    """Return the table of llm-d#2071: the best step, and TTFT p90 at the last."""
     rows = [
         [
             "pickers",
@@ -396,11 +404,11 @@ def peak_table(measured: Measured) -> str:
 
 _WHAT: Final = (", tokens/s", ", TTFT p90")
 _ALIKE: Final = 0.05
-"""Within so much of each other two are level."""
+"""Relative difference up to which two values are level."""
 
 
 def _order(one: Step, other: Step, measure: str) -> int:
-    """-1, 0 for level, 1."""
+    """Return -1, 1, or 0 if both are level."""
     share = getattr(one, measure) / getattr(other, measure) - 1
     return 0 if abs(share) <= _ALIKE else -1 if share < 0 else 1
 
@@ -415,12 +423,12 @@ def _seconds(value_s: float) -> str:
 
 
 def read() -> Measured:
-    """What was measured last."""
+    """Return the figures of the last measurement."""
     return msgspec.json.decode(RESULTS.read_bytes(), type=Measured)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what is not there yet and keep it; the exit code."""
+    """Measure and store missing arms. Return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m docs.ladders", description=__doc__)
     parser.add_argument("--anew", action="store_true", help="measure also what is there")
     parser.add_argument("--workers", type=int, default=1, help="processes (1)")

@@ -1,7 +1,7 @@
-"""What docs/leaderboard.md and the README show of a board: `python -m docs.leaderboard board`.
+"""Store the tables of a leaderboard for the documentation: `python -m docs.leaderboard board`.
 
-A board is the folder that `sim leaderboard --out` writes; its tables go to docs/leaderboard.json, and
-`python -m docs.reference` puts them on the pages.
+A board is the folder that `sim leaderboard --out` writes. Its tables go to docs/leaderboard.json, and
+`python -m docs.reference` writes them to docs/leaderboard.md and the README.
 """
 
 import argparse
@@ -39,7 +39,7 @@ _KNOWN: Final = frozenset(
         "sticky-until-saturated",
     }
 )
-"""What a reader of the README looks for, wherever it stands."""
+"""Well-known strategies, which the README shows at any rank."""
 
 
 class Board(Struct, frozen=True, kw_only=True):
@@ -47,14 +47,14 @@ class Board(Struct, frozen=True, kw_only=True):
 
     basis: str
     ranking: list[Part]
-    """The one without adapters first."""
+    """Rankings, the one without adapters first."""
     behind: Part
     cases: Part
     strategies: Part
 
     @classmethod
     def of(cls, summary: LeaderboardSummary) -> "Board":
-        """Those of a whole board."""
+        """Return the tables of a complete board."""
         return cls(
             basis=basis(summary),
             ranking=ranking_parts(summary),
@@ -65,43 +65,43 @@ class Board(Struct, frozen=True, kw_only=True):
 
 
 class Boards(Struct, frozen=True, kw_only=True):
-    """docs/leaderboard.json."""
+    """The content of docs/leaderboard.json."""
 
     small: Board
-    """All strategies."""
+    """Board of all strategies."""
     full: Board
-    """Some, on more requests."""
+    """Board of some strategies, on more requests."""
 
 
 def read() -> Boards:
-    """What was put there last."""
+    """Return the stored tables."""
     return msgspec.json.decode(RESULTS.read_bytes(), type=Boards)
 
 
 def ranking(board: Board) -> str:
-    """Its basis and all its rankings, for a page."""
+    """Return the basis and all rankings of a board, for a page."""
     return "\n\n".join([board.basis, *(part.as_markdown(level=3) for part in board.ranking)])
 
 
 def short_ranking(board: Board) -> str:
-    """The first ranking as the README has it: the best of it, and those that a reader looks for."""
+    """Return the first ranking for the README: the best strategies and the well-known ones."""
     (head, *rows), says = board.ranking[0].rows, board.ranking[0].title
     kept = [row for at, row in enumerate(rows) if at < _FIRST or row[0] in _KNOWN]
-    short = Part(title=says, says=f"{says}. {board.basis}", rows=[head, *kept])
+    short = Part(title=says, says=f'{board.basis} The table is "{says}".', rows=[head, *kept])
     return short.as_markdown(level=0)
 
 
 def body(part: Part) -> str:
-    """What it says and its table, below a heading that the page has."""
+    """Return the text and the table of a part, without a heading."""
     return part.as_markdown(level=0)
 
 
 class NoBoardError(ValueError):
-    """A folder holds no whole board: one sentence."""
+    """A folder contains no complete board; the text is one sentence."""
 
 
 def board_in(folder: Path) -> Board:
-    """The board that was written there. Raises `NoBoardError`."""
+    """Return the tables of the board in `folder`. Raise `NoBoardError` if it is not complete."""
     path = folder / "summary.json"
     try:
         summary = msgspec.json.decode(path.read_bytes(), type=LeaderboardSummary)
@@ -110,18 +110,18 @@ def board_in(folder: Path) -> Board:
             f"{path}: expected the summary of a board as this release writes it: {problem}"
         ) from problem
     if not summary.complete:
-        raise NoBoardError(f"{path}: expected a complete board, cells are missing or failed")
+        raise NoBoardError(f"{path}: cells are missing or failed, expected a complete board")
     return Board.of(summary)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Put a board there; the exit code."""
+    """Store the tables of one board or both, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m docs.leaderboard", description=__doc__)
-    keeps = "(the one that is there)"
+    keeps = "(default: the stored one)"
     parser.add_argument(
         "board", type=Path, nargs="?", help=f"folder of the board of all strategies {keeps}"
     )
-    parser.add_argument("--full", type=Path, help=f"of that on more requests {keeps}")
+    parser.add_argument("--full", type=Path, help=f"folder of the board on more requests {keeps}")
     options = parser.parse_args(arguments)
     try:
         given = {

@@ -38,16 +38,16 @@ from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 FOLDER: Final = Path(__file__).parent
 ANSWER_S_MAX: Final = 60.0
 WRITTEN_S: Final = 7.0
-"""What the picker knows is in its files after five seconds."""
+"""Time after which a decision is in the picker's files, which takes five seconds."""
 STRETCH_S: Final = 40.0
 """Duration of each part of the night."""
 FROZEN_S: Final = 0.25
 THAWED_S: Final = 0.1
 LONGER: Final = 8.0
-"""Prompts of the last scene are about so many times as long as the usual ones."""
+"""Length of the last scene's prompts, relative to the usual ones (approximately)."""
 ORDINARY: Final = Traffic()
 CARELESS: Final = config_of(step("prefix-cache-scorer", 1))
-"""The change of the evening: only what is cached counts."""
+"""Changed configuration of the last night: only cached prefixes count."""
 MODEL: Final = find_profile(DEFAULT_PROFILE).model
 
 
@@ -63,12 +63,12 @@ class PromptTokens(Struct, frozen=True):
 
 
 class Night:
-    """The stage, the page, and the commands that are asked of it."""
+    """The processes of the night, its page, and the commands on it."""
 
     def __init__(
         self, walk: Walk, stage: Stage, config: Path, stretch_s: Seconds = STRETCH_S
     ) -> None:
-        """Make a night whose parts take `stretch_s` each."""
+        """Create a night whose parts take `stretch_s` each."""
         self.walk = walk
         self.stage = stage
         self.stretch_s = stretch_s
@@ -79,9 +79,9 @@ class Night:
         self.walk.say(*lines)
 
     async def answers(self, command: str, *expected: str) -> str:
-        """What `command` prints, which is on the page with how long it took.
+        """Run `command`, write its output and its duration to the page, and return the output.
 
-        Raises `SystemExit` if it takes a minute, or `expected` is not in it.
+        Raise `SystemExit` if it takes a minute, or if its output lacks a text of `expected`.
         """
         began_at = time.monotonic()
         told = await asyncio.to_thread(self.walk.run, command)
@@ -95,7 +95,7 @@ class Night:
     async def configure(self, text: str) -> None:
         """Write the configuration and wait until both pickers have recorded the change.
 
-        Raises `NoEffectError` if a picker does not report another generation.
+        Raise `NoEffectError` if a picker does not report another generation.
         """
         before = await self._generations()
         beside = self._config.with_suffix(".new")
@@ -121,9 +121,9 @@ class Night:
 
     @contextlib.asynccontextmanager
     async def broken(self, port: int, fault: Fault) -> AsyncIterator[None]:
-        """The pod at `port` has `fault`, and a direct request to it proves that.
+        """Give the pod at `port` the fault `fault` during the context, proven by a direct request.
 
-        Raises `NoEffectError` if the pod behaves as before.
+        Raise `NoEffectError` if the pod behaves as before.
         """
         effect = OF_POD[fault](port)
         await effect.before()
@@ -135,7 +135,7 @@ class Night:
             await self.stage.tell(port, Fault.NONE)
 
     async def prompt_tokens(self) -> PromptTokens:
-        """Return what all pods together have counted of prompts since they started."""
+        """Return the prompt tokens and requests that all pods have counted since they started."""
         pods = [f"http://127.0.0.1:{port}" for port in self.stage.pods.ports]
         name = "vllm:request_prompt_tokens"
         return PromptTokens(
@@ -146,9 +146,9 @@ class Night:
 
 @contextlib.asynccontextmanager
 async def stuttering(picker: Picker) -> AsyncIterator[None]:
-    """`picker` is stopped for most of the time, like a process that gets no CPU.
+    """Stop `picker` for most of the time during the context, like a process without CPU.
 
-    Raises `NoEffectError` on entry if the kernel does not report it as stopped.
+    Raise `NoEffectError` on entry if the kernel does not report it as stopped.
     """
 
     async def stutter() -> None:
@@ -196,7 +196,7 @@ async def why_there(night: Night) -> None:
     await night.say(
         "## Why did it go there?",
         "",
-        "A client complains of one request and has the id that stood on its answer.",
+        "A client complains about one request and has the id from its answer.",
     )
     await asyncio.to_thread(
         night.walk.run,
@@ -230,7 +230,7 @@ async def is_it_the_picker(night: Night) -> None:
         await night.say(
             "## Is it the picker?",
             "",
-            "Everything feels slow. "
+            "All requests are slow. "
             f"(The second picker is stopped for {FROZEN_S * 1e3:.0f} of every {(FROZEN_S + THAWED_S) * 1e3:.0f} ms.)",
         )
         late = urlsplit(night.stage.pickers[1].pages).netloc
@@ -246,7 +246,7 @@ async def last_nights_change(night: Night) -> None:
     await night.say(
         "## What did last night's change do?",
         "",
-        "Somebody wrote into the ConfigMap that only cached prefixes count.",
+        "The ConfigMap was changed so that only cached prefixes count.",
     )
     await night.answers(
         f"epp changes --dir $DECISIONS --window {night.stretch_s:.0f}s",
@@ -326,8 +326,8 @@ async def _night(folder: Path, out: Path) -> None:
         await night.say(
             "# Three in the morning",
             "",
-            "Each of five questions about a pool in trouble is answered by one command.",
-            "The page is for operators: find your question and type the command under it.",
+            "One command answers each of five questions about a pool in trouble.",
+            "The page is for operators: find your question and type the command below it.",
             "",
             "Pickers, Envoy, HTTP and time are real; the five pods are simulated. "
             f"Two replicas of the picker share {ORDINARY.rate_per_s:.0f} requests a second under the default configuration.",
@@ -336,8 +336,8 @@ async def _night(folder: Path, out: Path) -> None:
             "no page is written if a fault has no effect, or if a command does not name the culprit.",
         )
         await night.say(
-            "In a cluster the commands run in the picker's own pod: [how](operate.md#where-commands-run). "
-            "Here `$PICKERS` holds the addresses of both pickers, and `$DECISIONS` is the folder of their decision history.",
+            "The commands run in the picker's own pod in a cluster: [how](operate.md#where-commands-run). "
+            "`$PICKERS` contains the addresses of both pickers here, and `$DECISIONS` is the folder of their decision history.",
         )
         await play(night)
         (out / "night.md").write_text("\n".join(night.walk.page).rstrip() + "\n")

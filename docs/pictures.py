@@ -1,7 +1,7 @@
-"""Draws the incidents of docs/simulator.md anew: `python -m docs.pictures`.
+"""Draw the incidents of docs/simulator.md: `python -m docs.pictures`.
 
-Each picture is of the example in docs/examples/scenarios that has its name, run as
-`sim compare` runs its first seed on the traffic that the page names.
+Each picture shows the example of the same name in docs/examples/scenarios. It is run like the first
+seed of `sim compare`, on the traffic that the page names.
 """
 
 import tempfile
@@ -26,7 +26,7 @@ from sim.reports.charts import COLOURS, FULL, LEFT, Axis, Points, line_chart
 FOLDER: Final = Path(__file__).parent
 TRAFFIC: Final = ("shared-prefix", "--rate", "36", "--duration", "240")
 WINDOW_S: Final = 5.0
-"""A point of a line is of the requests that arrived in so many seconds."""
+"""Seconds of arrivals that one point of a line summarizes."""
 
 STYLE: Final = (
     "text{font:12px system-ui,sans-serif;fill:#52606d}"
@@ -37,7 +37,7 @@ STYLE: Final = (
 
 
 class Picture(Struct, frozen=True, kw_only=True):
-    """One figure over the time of an incident, a line a configuration."""
+    """One figure over the time of an incident, with one line for each configuration."""
 
     title: str
     unit: str
@@ -45,7 +45,7 @@ class Picture(Struct, frozen=True, kw_only=True):
     from_s: float
     to_s: float
     lines: Mapping[str, tuple[str, bool]]
-    """Name -> configuration, and whether pages are scraped and as many pods are there as usual."""
+    """Name -> (configuration, whether pages are scraped and the number of pods is as usual)."""
 
 
 def _ttft_p90_ms(window: Series) -> float:
@@ -76,7 +76,7 @@ PICTURES: Final = {
 
 
 def draw(name: str, trace: str) -> str:
-    """The picture of one incident as an SVG file."""
+    """Return the picture of one incident as an SVG file."""
     picture = PICTURES[name]
     usual = PodKind.of(find_profile(DEFAULT_PROFILE))
     scenario = scenario_in(FOLDER / "examples/scenarios" / f"{name}.toml", usual)
@@ -106,7 +106,8 @@ def svg_file(
     over: str = "",
     legend_from: int = LEFT + 180,
 ) -> str:
-    """A full drawing of `sim.reports.charts` as a file of its own, with a legend beside its title.
+    """Return a full drawing of `sim.reports.charts` as a file of its own, with a legend beside its
+    title.
 
     `under` and `over` are drawn before and after it.
     """
@@ -132,12 +133,12 @@ def _legend(names: Sequence[str], begins: int) -> str:
 
 
 def _as_usual(scenario: Scenario) -> Scenario:
-    """The same traffic: no scrape fails, and no pod is started or drained."""
+    """Return the same traffic without failing scrapes, started pods and drained pods."""
     return replace(scenario, scrape_troubles=(), autoscaler=None)
 
 
 def _ran(trace: str, scenario: Scenario, config: str) -> Series:
-    """Completed requests of the run."""
+    """Return the completed requests of the run."""
     one = Run(
         RunSettings(
             trace=trace,

@@ -1,7 +1,7 @@
-"""Writes the generated parts of the documentation anew: `python -m docs.reference`.
+"""Write the generated parts of the documentation: `python -m docs.reference`.
 
-A generated part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; what is outside is
-written by hand. `tests/test_docs.py` fails when a part is not what the code says.
+A generated part stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; the rest of a page is
+written by hand. `tests/test_docs.py` fails if a part differs from the code.
 """
 
 import ast
@@ -68,67 +68,67 @@ from sim.cluster.built_in import strategies
 FOLDER: Final = Path(__file__).parent
 
 TYPES: Final[Mapping[str, str]] = {
-    "approx-prefix-cache-producer": "Which endpoint holds which head of a prompt.",
+    "approx-prefix-cache-producer": "The prefixes that each endpoint is estimated to have cached, from the picker's own decisions.",
     "precise-prefix-cache-producer": (
-        "Which endpoint holds which head of a prompt, as the engines say: [KV events](kv-events.md)."
+        "The prefixes that each endpoint has cached, as engines report them: [KV events](kv-events.md)."
     ),
-    "endpoint-notification-source": "No effect: changes of endpoints always arrive.",
-    "k8s-notification-source": "No effect: changes of endpoints always arrive.",
-    "session-id-producer": "Which endpoint each session was sent to last.",
-    "no-hit-lru-producer": "In which order endpoints last got a prompt that nobody held.",
-    "dcgm-extractor": "Reads the pages of `dcgm-data-source`; without that no effect.",
-    "models-data-extractor": "Reads the pages of `models-data-source`; without that no effect.",
-    "single-profile-handler": "There is one profile anyhow.",
-    "local-syncer": "No effect: replicas share by flags.",
+    "endpoint-notification-source": "The type has no effect, because changes of endpoints always arrive.",
+    "k8s-notification-source": "The type has no effect, because changes of endpoints always arrive.",
+    "session-id-producer": "The endpoint to which each session was last routed.",
+    "no-hit-lru-producer": "The order in which endpoints last received a prompt that none had cached.",
+    "dcgm-extractor": "Reads the pages of `dcgm-data-source`, and has no effect without it.",
+    "models-data-extractor": "Reads the pages of `models-data-source`, and has no effect without it.",
+    "single-profile-handler": "The type has no effect, because there is only one profile.",
+    "local-syncer": "The type has no effect, because flags configure sharing between replicas.",
     "openai-parser": (
         "Reads paths that end in `chat/completions`, `completions`, `embeddings` and `responses`; "
-        "of `conversations` and `images/generations` the model only."
+        "it reads only the model of `conversations` and `images/generations`."
     ),
     "anthropic-parser": "Reads paths that end in `v1/messages`.",
-    "vllmhttp-parser": "Reads paths that end in `inference/v1/generate`: token ids.",
-    "passthrough-parser": "Anything else is forwarded unread and routed by load.",
+    "vllmhttp-parser": "Reads paths that end in `inference/v1/generate`, whose prompts are token ids.",
+    "passthrough-parser": "Forwards all other requests unread and routes them by load.",
 }
-"""Types of which the docstring of the class says too little, or what is for programmers."""
+"""Descriptions of types whose class has a docstring for programmers, or too short a one."""
 
 PARAMETERS: Final[Mapping[str, str]] = {
-    "defaultEngine": "Engine of an endpoint without the label whose page does not tell.",
-    "engineConfigs": "Names of metrics by engine; one with a built-in name replaces that.",
+    "defaultEngine": "Engine of an endpoint that has no label and whose page does not show it.",
+    "engineConfigs": "Names of metrics by engine; an entry with a built-in name replaces the built-in one.",
     "engineLabelKey": "Label of an endpoint that names its engine.",
-    "estimate": "The default. Its members have no effect: a token is 4 bytes.",
+    "estimate": "The default. Its members have no effect, because a token is 4 bytes.",
     "hf": "Refused.",
     "local": "[Tokenizers of files](tokens.md#tokenizers-of-files).",
-    "lruSize": "Endpoints that are remembered.",
-    "matchExpressions": "All must hold; operators `In`, `NotIn`, `Exists`, `DoesNotExist`.",
-    "matchLabels": "Label -> value; all must be there.",
+    "lruSize": "Maximum number of remembered endpoints.",
+    "matchExpressions": "Conditions that must all be true; operators `In`, `NotIn`, `Exists`, `DoesNotExist`.",
+    "matchLabels": "Required labels and their values.",
     "maxNumOfEndpoints": "See above.",
     "metricsStalenessThreshold": (
-        "Older metrics count as full; not given: the greater of 1s and five scrape intervals."
+        "Age from which an endpoint counts as full. The default is the greater of 1s and five scrape intervals."
     ),
-    "tokenizeTimeout": "A request waits for its tokens no longer.",
+    "tokenizeTimeout": "Maximum time that a request waits for its tokens.",
     "outputRatio": "No effect.",
-    "path": "Of the page.",
-    "prefixMatchInfoProducerName": "Name of the prefix index to ask; none: the first.",
+    "path": "Path of the page.",
+    "prefixMatchInfoProducerName": "Name of the prefix index to use; the default is the first one.",
     "prefixPluginName": "No effect.",
     "primaryPort": "No effect.",
-    "scheme": "Of the page.",
+    "scheme": "Scheme of the page.",
     "strategy": "See above.",
-    "threshold": "Waiting requests from which the score is 0.",
+    "threshold": "Number of waiting requests from which on the score is 0.",
     "tieredOffloadingSpecs": "Not read.",
     "ttftSource": "Only `prefillThroughput` is supported.",
     "udsTokenizerConfig": "Refused.",
     "addEstimatedOutputTokens": "No effect.",
-    "syncCrossReplicaState": "No effect: replicas that share tell each other their load too.",
-    "allowsNoLabel": "Whether an endpoint without the label stays.",
+    "syncCrossReplicaState": "No effect, because replicas that share also share their load.",
+    "allowsNoLabel": "Whether the filter keeps an endpoint without the label.",
     "vllm": "[The renderer](tokens.md#the-renderer).",
 }
-"""Parameter -> its meaning, where neither the class nor a line below the field tells."""
+"""Meanings of parameters that neither the class nor a docstring below the field explains."""
 _PART: Final = re.compile(
     r"(<!-- begin (?P<name>[\w-]+) -->\n).*?(<!-- end (?P=name) -->)", re.DOTALL
 )
 
 
 def main() -> int:
-    """Write every page whose generated parts changed, and say which."""
+    """Write every page whose generated parts changed, and print its name."""
     for page in (FOLDER.parent / "README.md", *sorted(FOLDER.glob("*.md"))):
         before = page.read_text(encoding="utf-8")
         after = refreshed(before)
@@ -139,7 +139,7 @@ def main() -> int:
 
 
 def refreshed(page: str) -> str:
-    """`page` with its generated parts as the code has them now."""
+    """Return `page` with its generated parts updated."""
     parts: dict[str, Callable[[], str]] = {
         "cluster-rows": _cluster_rows,
         "filters": lambda: _plugins(FILTERS, what_it_reads),
@@ -221,7 +221,7 @@ def _families() -> str:
 
 
 def _family(family: ModuleType) -> str:
-    """What a module says of itself, and its plugins."""
+    """Return the text of a family's module, and its plugins."""
     head, _, rest = inspect.cleandoc(family.__doc__ or "").partition("\n\n")
     names = ", ".join(f"`{strategy.name}`" for strategy in family.STRATEGIES)
     parts = [f"## {family.__name__.rpartition('.')[2].replace('_', ' ').capitalize()}", head]
@@ -240,7 +240,7 @@ def _plugin(name: str, kind: type[Any], reads: str) -> str:
     if newer:
         lines += [f"Deprecated: use `{newer}`.", ""]
     if newer and newer in {**FILTERS, **ACCEPTED} and _class(newer) is kind:
-        return "\n".join([*lines, "The same under its old name."])
+        return "\n".join([*lines, "An old name of the same type."])
     lines.append(TYPES.get(name) or _prose(kind))
     if reads:
         lines += ["", f"Reads {reads}."]
@@ -252,7 +252,7 @@ def _plugin(name: str, kind: type[Any], reads: str) -> str:
 
 
 def _parameters(kind: type[Any]) -> str:
-    """Of what stands below a parameter."""
+    """Return the table of parameters of a struct that belongs to a parameter."""
     return _table(("parameter", "type", "default", "meaning"), _rows(kind, _fields(kind)))
 
 
@@ -278,7 +278,7 @@ def _fields(kind: type[Any]) -> tuple[Field, ...]:
 
 
 def _prose(kind: type[Any]) -> str:
-    """The docstring, its parameters spelt as in a document."""
+    """Return the docstring, with parameters written as in a document."""
     text = re.sub(r"\A`[\w-]+`: ", "", inspect.cleandoc(kind.__doc__ or ""))
     return _spelt(text[:1].upper() + text[1:], _fields(kind))
 
@@ -291,7 +291,7 @@ def _spelt(text: str, fields: Sequence[Field]) -> str:
 
 @cache
 def _sentences(kind: type[Any]) -> dict[str, str]:
-    """Field -> the docstring below it, in one line; of the classes that it is made of too."""
+    """Return the docstring below each field, in one line, including fields of base classes."""
     found: dict[str, str] = {}
     for one in reversed(kind.__mro__):
         if one.__module__.startswith(("epp.", "sim.", "homing_rivals.")):
@@ -362,25 +362,25 @@ def _range(kind: IntType | FloatType) -> str:
 def _refused() -> str:
     by_reason = ((f"`{name}`", reason) for name, reason in sorted(REFUSED.items()))
     multicluster = ("`multicluster-*`", "one picker serves one pool: remove it")
-    return _table(("type", "why, and what to use"), (*by_reason, multicluster))
+    return _table(("type", "reason, and replacement"), (*by_reason, multicluster))
 
 
 def _refused_members() -> str:
     return _table(
-        ("member", "why"), ((f"`{name}`", reason) for name, reason in REFUSED_SECTIONS.items())
+        ("member", "reason"), ((f"`{name}`", reason) for name, reason in REFUSED_SECTIONS.items())
     )
 
 
 def _ignored_members() -> str:
     return _table(
-        ("member", "why it has no effect"),
+        ("member", "reason why it has no effect"),
         ((f"`{name}`", reason) for name, reason in IGNORED_SECTIONS.items()),
     )
 
 
 def _feature_gates() -> str:
     return _table(
-        ("gate", "why it has no effect"),
+        ("gate", "reason why it has no effect"),
         ((f"`{name}`", reason) for name, reason in FEATURE_GATES.items()),
     )
 
@@ -389,7 +389,7 @@ def _feature_gates() -> str:
 
 
 def _cluster_rows() -> str:
-    """Of the last run in a cluster, which docs/cluster.json keeps."""
+    """Return the table of the last run in a cluster, from docs/cluster.json."""
     rows = json.loads((FOLDER / "cluster.json").read_text(encoding="utf-8"))
     head = ("gateway", "what was done", "requests", "lost", "streams", "cut", "p99, ms")
     return _table(
@@ -421,7 +421,7 @@ def _field_metrics() -> str:
             f"`{name.name}`" + (f" ({renamed})" if renamed else "")
         )
     rows = ((f"`{of}`", ", ".join(found)) for of, found in names.items())
-    return _table(("ours", "in the field"), rows)
+    return _table(("Homing", "other endpoint pickers"), rows)
 
 
 def _labels(spec: MetricSpec) -> str:

@@ -1,7 +1,7 @@
-"""Prints the notes of a release, from the changelog: `python -m docs.release_notes v0.1.0`.
+"""Print the notes of a release from the changelog: `python -m docs.release_notes v0.1.0`.
 
-Exits 1 with a sentence where the tag, the versions of package and chart and the changelog do not
-agree: then nothing is to be released. Needs nothing but Python.
+The command exits with 1 and one sentence if the tag, the versions of package and chart and the
+changelog do not agree; nothing must be released then. It needs only Python.
 """
 
 import re
@@ -15,11 +15,13 @@ _TAG: Final = re.compile(r"v(\d+\.\d+\.\d+(?:-[0-9A-Za-z.-]+)?)", re.ASCII)
 
 
 class ReleaseError(Exception):
-    """Why nothing can be released: one sentence."""
+    """A disagreement that prevents a release; its text is one sentence."""
 
 
 def notes_of(tag: str, root: Path = ROOT) -> str:
-    """What the changelog in `root` says of the version that `tag` names. Raises `ReleaseError`."""
+    """Return the changelog's notes for the version that `tag` names. Raise `ReleaseError` if
+    versions disagree.
+    """
     match = _TAG.fullmatch(tag)
     if match is None:
         raise ReleaseError(f"the tag {tag!r} is no version, expected one such as v0.1.0")
@@ -36,7 +38,7 @@ def notes_of(tag: str, root: Path = ROOT) -> str:
 
 
 def _versions(root: Path) -> dict[str, str]:
-    """File and member -> the version that it says."""
+    """Return the version in each place, by file and member."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     found = {"pyproject.toml": str(project["version"])}
     rivals = tomllib.loads((root / "rivals/pyproject.toml").read_text(encoding="utf-8"))["project"]

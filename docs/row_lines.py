@@ -1,4 +1,6 @@
-"""JSON for files that people compare: what fits on a line is one, so that a row that changes is one too."""
+"""JSON for files that people compare: a value that fits on one line has one, so a changed row is
+one changed line.
+"""
 
 import json
 from typing import Any, Final
@@ -7,7 +9,7 @@ LINE_CHARACTERS_MAX: Final = 160
 
 
 def row_lines(value: Any) -> str:
-    """`value`, of what `json.dumps` takes, with a newline at its end; it reads as the same."""
+    """Return `value`, which `json.dumps` must accept, as such JSON with a newline at its end."""
     return _lines(value, 0) + "\n"
 
 

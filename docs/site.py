@@ -1,9 +1,9 @@
-"""What mkdocs needs to know of this repository, as hooks: `make site`.
+"""Hooks of mkdocs for this repository: `make site`.
 
-Pages are written for GitHub: links are to files of the repository. Here those to pages become links of
-the site, those to any other file links into the repository, and one that leads nowhere is a warning,
-which ends the build. Markdown that stays where its readers look for it, beside a chart or at the
-root, becomes a page too. `extra.repository` of mkdocs.yml is where files can be read.
+Pages are written for GitHub, so links lead to files of the repository. The hooks turn links to pages into
+links of the site, and links to other files into links into the repository. A link that leads nowhere is a
+warning, which ends the build. Markdown files outside of docs/, for example beside the chart, become pages
+too. `extra.repository` of mkdocs.yml is the address of the repository's files.
 """
 
 import logging
@@ -36,12 +36,12 @@ _LINK: Final = re.compile(r"(\]\()([^)\s]+)(\))")
 
 
 def slug(heading: str, separator: str) -> str:
-    """What GitHub makes of a heading, so that a link to it works in both places."""
+    """Return the anchor that GitHub gives a heading, so that a link to it works in both places."""
     return re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", separator)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are kept outside of docs/."""
+    """Add the pages outside of docs/."""
     for path, page in ELSEWHERE.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / path)))
     return files
@@ -59,7 +59,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _path_of(page: str) -> str:
-    """Of the file that became `page`, from the root of the repository."""
+    """Return the path of the file that became `page`, from the root of the repository."""
     return next((path for path, to in ELSEWHERE.items() if to == page), f"docs/{page}")
 
 
@@ -80,6 +80,6 @@ def _target(link: str, source: str, page: Page, config: MkDocsConfig, files: Fil
         here = posixpath.dirname(page.file.src_uri) or "."
         return posixpath.relpath(to, here) + (f"#{anchor}" if anchor else "")
     if not (ROOT / path).exists() or path.startswith(".."):
-        LOG.warning("%s links to %s, which is no file of the repository", source, link)
+        LOG.warning("%s links to %s, which is not a file of the repository", source, link)
     kind = "tree" if (ROOT / path).is_dir() else "blob"
     return f"{config.extra['repository']}/{kind}/main/{path}"

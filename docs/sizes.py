@@ -1,7 +1,7 @@
-"""Holds `sim size` to every number of pods: `python -m docs.sizes TRACE... --out DIR`.
+"""Compare `sim size` with runs of every number of pods: `python -m docs.sizes TRACE... --out DIR`.
 
-Writes the table between the marks in docs/simulator.md, and the picture beside it. The same command
-goes on where it was stopped.
+The command writes the table between the marks in docs/simulator.md, and the picture beside it. The
+same command continues where it was stopped.
 """
 
 import argparse
@@ -25,15 +25,17 @@ BEGIN: Final = "<!-- sizes, by `python -m docs.sizes` -->"
 END: Final = "<!-- end of sizes -->"
 SLO: Final = "ttft-p90=2,itl-p99=0.15"
 SPEED: Final = 3.0
-"""The published hours are of few requests for one card."""
+"""Speed of the replay; the published hours have few requests for one GPU."""
 STRETCH_S: Final = 30.0
-"""Every number of pods takes a run a seed: of an hour that would be hours."""
+"""Length of the stretch; every number of pods takes one run per seed, which would take hours for
+an hour.
+"""
 PODS_MAX: Final = 32
 SEEDS: Final = 5
 
 
 class Sized(Struct, frozen=True, kw_only=True):
-    """What is read of a sizing's summary.json."""
+    """The used part of a sizing's summary.json."""
 
     conditions: dict[str, Any]
     sized_for: DemandSummary
@@ -41,7 +43,7 @@ class Sized(Struct, frozen=True, kw_only=True):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: the table is written. Else the exit code of the sizing that did not end."""
+    """Write the table and return 0, or return the exit code of a sizing that failed."""
     parser = argparse.ArgumentParser(prog="python -m docs.sizes", description=__doc__)
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE")
     parser.add_argument(
@@ -66,14 +68,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def with_table(page: str, summaries: Sequence[Sized]) -> str:
-    """The page with what stands between the marks replaced."""
+    """Return the page with the text between the marks replaced."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{markdown_table(rows(summaries))}\n\n{END}{after}"
 
 
 def rows(summaries: Sequence[Sized]) -> list[list[str]]:
-    """A row a trace: what the search has found and what every number finds, and their runs."""
+    """Return one row for each trace: the results of the search and of every number, and their
+    runs.
+    """
     found = [["trace", "requests", "`sim size`", "every number", "runs", "runs of every number", "share"]]  # fmt: skip
     for summary in summaries:
         for option in summary.options:
@@ -93,7 +97,9 @@ def rows(summaries: Sequence[Sized]) -> list[list[str]]:
 
 
 def picture(summaries: Sequence[Sized]) -> str:
-    """An SVG file: how much of the bounds each number of pods uses, and which the search tried."""
+    """Return an SVG file: the used share of the bounds for each number of pods, and the tried
+    numbers.
+    """
     lines: dict[str, Points] = {}
     tried: list[Points] = []
     for summary in summaries:
@@ -126,7 +132,7 @@ def picture(summaries: Sequence[Sized]) -> str:
 
 
 def checked(option: SizedSummary) -> EveryCountSummary:
-    """What every number of pods finds."""
+    """Return the result of running every number of pods."""
     assert option.every_count is not UNSET, "asked for by main"
     return option.every_count
 

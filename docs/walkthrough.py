@@ -1,7 +1,7 @@
-"""Plays the working day of docs/walkthrough.md and writes it: `python -m docs.walkthrough`.
+"""Play the working day of docs/walkthrough.md and write the page: `python -m docs.walkthrough`.
 
-Real parts: `epp serve`, Envoy, HTTP and time; simulated: the pods. What the page shows is what the
-commands printed. It takes half an hour, or less with `--minutes`, and the ports of `PORTS`.
+`epp serve`, Envoy, HTTP and time are real; the pods are simulated. The page shows the real output of
+the commands. The run takes half an hour, or less with `--minutes`, and uses the ports of `PORTS`.
 """
 
 import argparse
@@ -38,7 +38,7 @@ STARTS_S_MAX: Final = 60.0
 RELOADS_S_MAX: Final = 30.0
 POLL_S: Final = 0.2
 MINUTES: Final = 10.0
-"""Of captured traffic, and of what is compared with it."""
+"""Duration of the captured traffic, and of the traffic compared with it."""
 TRIALS: Final = 40
 SPACE: Final = """\
 defaults = false
@@ -59,32 +59,35 @@ GUESS: Final = config_of(
     step("queue-scorer", 6),
     step("kv-cache-utilization-scorer", 6),
 )
-"""Somebody's guess: load counts for twelve times as much as what is cached."""
+"""Guessed configuration: load counts twelve times as much as cached prefixes."""
 
 
 class Walk:
-    """One run: a folder, programs in the background, and the page as far as it is written."""
+    """One run: a folder, programs in the background, and the page written so far."""
 
     def __init__(self, folder: Path, path: str, **variables: str) -> None:
-        """`path`: where commands are found; they see `variables` besides."""
+        """Create a run in `folder`; commands are found by `path` and also get `variables`."""
         self.folder = folder
         self.page: list[str] = []
         told = {"PATH": path, "COLUMNS": "100", "NO_COLOR": "1"}
         self._environment = os.environ | told | variables
 
     def say(self, *lines: str) -> None:
-        """Prose: a sentence a line."""
+        """Write prose to the page, one sentence per line."""
         self.page += [*lines, ""]
 
     def show(self, text: str, language: str = "text") -> None:
-        """What a file holds or a program printed."""
+        """Write the content of a file or the output of a program to the page."""
         lines = text.rstrip().splitlines()
         if len(lines) > LINES_MAX:
             lines = [*lines[: LINES_MAX - 1], "..."]
         self.page += [f"```{language}", *lines, "```", ""]
 
     def run(self, command: str, *, shown: Callable[[str], str] | None = None) -> str:
-        """What `command` prints, on the page as `shown` makes it. Ends the walk if it fails."""
+        """Run `command`, write its output to the page as `shown` converts it, and return the output.
+
+        Raise `SystemExit` if the command fails.
+        """
         print(f"$ {command}", flush=True)
         done = subprocess.run(  # noqa: S602 - the commands are those of this file
             command, shell=True, cwd=self.folder, env=self._environment, text=True,
@@ -98,7 +101,7 @@ class Walk:
 
     @contextlib.contextmanager
     def running(self, command: str, ready: str) -> Iterator[None]:
-        """`command` in the background once `ready`, a URL, answers; stopped at the end."""
+        """Run `command` in the background during the context, which begins when the URL `ready` answers."""
         print(f"$ {command} &", flush=True)
         self.show(f"$ {command} &")
         log = self.folder / f"{command.split(maxsplit=1)[0]}.log"
@@ -120,16 +123,18 @@ class Walk:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0: the page and its pictures are written."""
+    """Write the page and its pictures, and return 0."""
     parser = argparse.ArgumentParser(prog="python -m docs.walkthrough")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="of captured traffic")
-    parser.add_argument("--trials", type=int, default=TRIALS, help="of sim tune")
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, help="minutes of captured traffic"
+    )
+    parser.add_argument("--trials", type=int, default=TRIALS, help="trials of sim tune")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the page")
     options = parser.parse_args(arguments)
     for port in PORTS:
         with socket.socket() as probe:
             if not probe.connect_ex(("127.0.0.1", port)):
-                raise SystemExit(f"port {port} is in use; the walk needs {PORTS}")
+                raise SystemExit(f"port {port} is in use; the run needs the ports {PORTS}")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with tempfile.TemporaryDirectory(prefix="homing-walk-") as folder:
         walk = Walk(Path(folder), path)
@@ -142,9 +147,10 @@ def _walk(walk: Walk, captured_s: float, trials: int, out: Path) -> None:
     walk.say(
         "# A day with Homing",
         "",
-        "From a guess to weights that were tried on one's own traffic, in six commands of note.",
-        "Picker, Envoy, HTTP and time are real, the pods are simulated: three of Qwen3-32B on two H100s each.",
-        "This page is written by `make walkthrough`: what stands under a command is what it printed.",
+        "This page goes from guessed weights to weights that were tested on captured traffic, in six main commands. "
+        "Follow it to tune Homing for traffic of your own.",
+        "Picker, Envoy, HTTP and time are real; the pods are simulated: three of Qwen3-32B on two H100s each.",
+        "`make walkthrough` writes this page; each command is followed by its real output.",
     )
     with served(walk):
         drive_before(walk, captured_s)
@@ -153,17 +159,19 @@ def _walk(walk: Walk, captured_s: float, trials: int, out: Path) -> None:
         _shadow(walk, captured_s / 4)
         _apply(walk, captured_s)
     walk.say(
-        "The capture holds no prompt and no name of anybody: [capture-format.md](capture-format.md).",
-        "What `sim tune` varies and when it is sure: [simulator.md](simulator.md#tuning).",
+        "The capture contains no prompt and no user's name: [capture-format.md](capture-format.md).",
+        "The page [simulator.md](simulator.md#tuning) explains what `sim tune` varies and how certain its result is.",
     )
 
 
 @contextlib.contextmanager
 def served(walk: Walk) -> Iterator[None]:
-    """Start pods, picker and Envoy, as the page tells; they end with the context."""
+    """Start pods, picker and Envoy as the page shows; stop them at the end of the context."""
     walk.say("## A pool, a picker, a gateway")
     (walk.folder / "config.yaml").write_text(GUESS)
-    walk.say("Somebody guessed that load counts for twelve times as much as what is cached:")
+    walk.say(
+        "The first configuration is a guess: load counts twelve times as much as cached prefixes:"
+    )
     walk.show(GUESS, "yaml")
     with contextlib.ExitStack() as stack:
         pods = f"sim serve --pods {PODS} --port 8000 --profile {PROFILE} --model {MODEL} --endpoints-out endpoints.yaml"
@@ -184,7 +192,7 @@ def drive_before(walk: Walk, captured_s: float) -> None:
     walk.say(
         "## Traffic",
         "",
-        "Two kinds at once: documents that many ask about, some of them much more often than others, "
+        "Two kinds of traffic run at once: questions about documents, some of which are much more popular than others, "
         "and assistants with a long system prompt each.",
     )
     _drive(walk, "before", captured_s, seed=1)
@@ -197,9 +205,9 @@ def _drive(walk: Walk, when: str, duration_s: float, seed: int) -> None:
 def drive(
     walk: Walk, when: str, duration_s: float, seed: int, *, url: str, model: str, before: str = ""
 ) -> None:
-    """Both kinds of traffic through the gateway; results are in documents-WHEN and assistants-WHEN.
+    """Send both kinds of traffic to the gateway; results are in documents-WHEN and assistants-WHEN.
 
-    `before` is what the shell does first, for instance to find out what is in `url`.
+    `before` is a shell command to run first, for instance one that sets a variable of `url`.
     """
     for kind, rate, workload in KINDS:
         walk.run(
@@ -222,12 +230,12 @@ def drive(
 
 
 def _look(walk: Walk, out: Path) -> None:
-    walk.say("## What it looks like", "", "In a terminal:")
+    walk.say("## What it looks like", "", "`epp top` shows the pool in a terminal:")
     walk.run("epp top --once")
-    walk.say("In a browser, `http://127.0.0.1:9090/live`:")
+    walk.say("The page `http://127.0.0.1:9090/live` shows it in a browser:")
     _screenshot(f"{DEBUG}/live", out / "walkthrough-live.png")
     walk.page += ["![The live page of the picker](walkthrough-live.png)", ""]
-    walk.say("Why did the last request go where it went?")
+    walk.say("`epp explain` says why the last request went to its pod:")
     row = _json("/debug/decisions?format=json&n=1")["decisions"][0]
     walk.run(f"epp explain {row['request_id']}")
 
@@ -238,11 +246,11 @@ def _tune(walk: Walk, trials: int) -> None:
         "",
         "`sim tune` replays the capture through the same scheduler, tunes on its first half, and judges "
         "on the second.",
-        "A copy, because the picker goes on capturing.",
+        "It reads a copy, because the picker continues to capture.",
     )
     walk.run("cp -r capture captured")
     (walk.folder / "space.toml").write_text(SPACE)
-    walk.say("Only the three weights are to be varied, `space.toml`:")
+    walk.say("The file `space.toml` lets it vary the three weights only:")
     walk.show(SPACE, "toml")
     walk.run(
         f"sim tune captured --pods {PODS} --profile {PROFILE} --config config.yaml --space space.toml "
@@ -252,7 +260,7 @@ def _tune(walk: Walk, trials: int) -> None:
     )
     found = walk.folder / "tuned" / TUNED
     if not found.exists():
-        raise SystemExit("sim tune found nothing better: the walk has no point")
+        raise SystemExit("sim tune found no better configuration, so the page would show nothing")
     walk.show(found.read_text(), "yaml")
 
 
@@ -260,7 +268,7 @@ def _shadow(walk: Walk, driven_s: float) -> None:
     walk.say(
         "## First as a shadow",
         "",
-        "The tuned profile judges live traffic and acts on none.",
+        "The tuned profile scores live traffic without acting on it.",
     )
     tuned = yaml.safe_load((walk.folder / "tuned" / TUNED).read_text())
     text = yaml.safe_dump(shadowed(yaml.safe_load(GUESS), tuned), sort_keys=False)
@@ -278,19 +286,19 @@ def _apply(walk: Walk, driven_s: float) -> None:
     generation = _generation()
     walk.run(f"cp tuned/{TUNED} config.yaml")
     until(lambda: _generation() > generation, RELOADS_S_MAX, "the picker reads config.yaml")
-    walk.say("The same kinds of traffic for as long as before, drawn anew:")
+    walk.say("The same kinds of traffic follow for as long as before, from other random draws:")
     _drive(walk, "after", driven_s, seed=3)
-    walk.say("Before and after, as clients saw it:")
+    walk.say("The table compares the clients' results before and after:")
     walk.page += [*comparison(walk.folder), ""]
     walk.say(
-        "All documents and system prompts were new both times, so that each was computed at least once; "
-        "`sim tune` judged by the second half of the capture, of which pods knew most, and by both kinds together.",
+        "All documents and system prompts were new both times, so each was computed at least once. "
+        "`sim tune` judged by the second half of the capture, most of which was cached, and by both kinds together.",
     )
     walk.run("epp top --once")
 
 
 def comparison(folder: Path) -> list[str]:
-    """A table of the drives before and after, of their summaries."""
+    """Return a table of the summaries of the drives before and after."""
     head = "| traffic | weights | answered | TTFT p50 | TTFT p90 | E2E mean | cached |"
     rows = [head, "| --- | --- | ---: | ---: | ---: | ---: | ---: |"]
     for kind, *_ in KINDS:
@@ -301,7 +309,7 @@ def comparison(folder: Path) -> list[str]:
 
 
 def shadowed(live: dict[str, Any], tuned: dict[str, Any]) -> dict[str, Any]:
-    """`live` with the profile of `tuned` as its shadow; plug-ins of both keep their parameters."""
+    """Return `live` with the profile of `tuned` as its shadow; plug-ins of both keep their parameters."""
     named = {plugin.get("name", plugin["type"]): plugin for plugin in tuned["plugins"]}
     renamed = {name: f"tuned-{name}" for name in named}
     (profile,) = tuned["schedulingProfiles"]
@@ -332,7 +340,7 @@ def _figures(told: Mapping[str, Any]) -> list[str]:
 
 
 def without_bars(text: str) -> str:
-    """Of a program with a progress bar, what stands when it has ended."""
+    """Return `text` without the lines of progress bars."""
     return "\n".join(line for line in text.splitlines() if not re.search(r"[━╸╺]{5}", line))
 
 
@@ -364,7 +372,7 @@ def until(true: Callable[[], bool], s_max: float, what: str) -> None:
 def _screenshot(url: str, to: Path) -> None:
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
-        raise SystemExit("there is no chromium on PATH; the Debian package chromium has it")
+        raise SystemExit("chromium is not on PATH; install the Debian package chromium")
     with tempfile.TemporaryDirectory() as profile:
         subprocess.run(  # noqa: S603 - as above
             [chromium, "--headless", "--no-sandbox", "--hide-scrollbars", f"--user-data-dir={profile}",

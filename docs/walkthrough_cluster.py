@@ -1,8 +1,9 @@
-"""Plays docs/walkthrough-cluster.md in the cluster of `make cluster` and writes it: `python -m docs.walkthrough_cluster`.
+"""Play docs/walkthrough-cluster.md in the cluster of `make cluster` and write the page.
 
-Real parts: Kubernetes, the chart, `epp serve` and Envoy in its pods, HTTP and time. Not real: the
-nodes of the model servers, which kwok plays, and the engines behind their addresses. What the page
-shows is what the commands printed. It takes half an hour, or less with `--minutes`.
+The command is `python -m docs.walkthrough_cluster`. Kubernetes, the chart, `epp serve` and Envoy in its
+pods, HTTP and time are real. kwok plays the nodes of the model servers, and simulated engines answer
+at their addresses. The page shows the real output of the commands. The run takes half an hour, or less
+with `--minutes`.
 """
 
 import argparse
@@ -43,11 +44,13 @@ IN_FORCE: Final = (
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0: the page is written. 2: this machine lacks something."""
+    """Write the page and return 0, or return 2 if this machine lacks a program."""
     parser = argparse.ArgumentParser(prog="python -m docs.walkthrough_cluster")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="of captured traffic")
-    parser.add_argument("--trials", type=int, default=TRIALS, help="of sim tune")
-    parser.add_argument("--out", type=Path, default=PAGE, help="the page")
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, help="minutes of captured traffic"
+    )
+    parser.add_argument("--trials", type=int, default=TRIALS, help="trials of sim tune")
+    parser.add_argument("--out", type=Path, default=PAGE, help="file of the page")
     options = parser.parse_args(arguments)
     if lacking := missing():
         print(lacking, file=sys.stderr)
@@ -67,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _typed(folder: Path) -> str:
-    """Where commands are found: those that ask the cluster run inside its network."""
+    """Return a PATH whose commands for the cluster run inside its network."""
     here = Path(sys.executable).parent
     programs = {name: tools_of(HELM_3) / name for name in ("kubectl", "helm")} | {
         "sim": here / "sim"
@@ -90,7 +93,7 @@ async def _played(walk: Walk, node: Node, captured_s: float, trials: int) -> Non
         fake_models(space, PODS),
     ):
         space.rolled_out(f"deployment/{MODELS}")
-        # The engines and nodes are looked after by processes beside this one.
+        # Other processes run the engines and nodes.
         _walk(walk, captured_s, trials)
 
 
@@ -98,16 +101,17 @@ def _walk(walk: Walk, captured_s: float, trials: int) -> None:
     walk.say(
         "# From nothing to tuned, in a cluster",
         "",
-        "The [day with Homing](walkthrough.md) once more, in a Kubernetes of one node ([`make cluster`](cluster.md)).",
+        "This page repeats the [day with Homing](walkthrough.md) in a Kubernetes of one node ([`make cluster`](cluster.md)). "
+        "Follow it to install the chart, capture traffic and tune the weights in a cluster.",
         "The chart, its picker and its Envoy run in pods there.",
         f"The {PODS} model servers are on a node without a GPU that [kwok](https://kwok.sigs.k8s.io) plays; "
         "a simulated engine of Qwen3-32B on two H100s answers at the address of each.",
-        "This page is written by `python -m docs.walkthrough_cluster`: what stands under a command is what it printed.",
+        "`python -m docs.walkthrough_cluster` writes this page; each command is followed by its real output.",
     )
     walk.say("## A picker for a pool")
     walk.run(f"kubectl get nodes; kubectl get pods -n {NAMESPACE} -o wide")
     walk.say(
-        "Somebody guessed that load counts for twelve times as much as what is cached, `values.yaml`:"
+        "The first `values.yaml` is a guess: load counts twelve times as much as cached prefixes:"
     )
     text = yaml.safe_dump(chart_values(), sort_keys=False)
     (walk.folder / "values.yaml").write_text(text)
@@ -121,8 +125,8 @@ def _walk(walk: Walk, captured_s: float, trials: int) -> None:
     walk.say(
         "## Traffic",
         "",
-        "Documents that many ask about, some of them much more often than others, and assistants with a "
-        "long system prompt each.",
+        "Two kinds of traffic run at once: questions about documents, some of which are much more popular than others, "
+        "and assistants with a long system prompt each.",
         "Clients are in the cluster, so that they reach its Services.",
     )
     _drive(walk, "before", captured_s, seed=1)
@@ -130,7 +134,7 @@ def _walk(walk: Walk, captured_s: float, trials: int) -> None:
     if (walk.folder / "tuned" / TUNED_CONFIG_MAP).exists():
         _apply(walk, captured_s)
     else:
-        walk.say("So the guess stays; what was there is as good as what was tried.")
+        walk.say("The guess stays, because no tried configuration is better.")
     walk.say("## Leave")
     walk.run(
         f"helm uninstall {NAME} -n {NAMESPACE}; "
@@ -139,7 +143,7 @@ def _walk(walk: Walk, captured_s: float, trials: int) -> None:
 
 
 def chart_values() -> dict[str, Any]:
-    """Return the values that the walk installs the chart with."""
+    """Return the values with which the page installs the chart."""
     repository, _, tag = HOMING.rpartition(":")
     return {
         "image": {"repository": repository, "tag": tag},
@@ -164,7 +168,7 @@ def _tune(walk: Walk, trials: int) -> None:
     walk.say(
         "## Better weights, tried on what was captured",
         "",
-        "What requests asked and where they went, without any text, comes out of the picker's pod:",
+        "The capture is copied from the picker's pod; it contains the sizes and endpoints of requests, without any text:",
     )
     walk.run(
         f"pod=$(kubectl get pods -n {NAMESPACE} -l app.kubernetes.io/name=homing -o jsonpath={{.items[0].metadata.name}})\n"
@@ -175,7 +179,7 @@ def _tune(walk: Walk, trials: int) -> None:
         ),
     )
     (walk.folder / "space.toml").write_text(SPACE)
-    walk.say("Only the three weights are to be varied, `space.toml`:")
+    walk.say("The file `space.toml` lets `sim tune` vary the three weights only:")
     walk.show(SPACE, "toml")
     walk.run(
         f"sim tune captured --pods {PODS} --profile {PROFILE} --config guess.yaml --space space.toml "
@@ -190,14 +194,14 @@ def _apply(walk: Walk, driven_s: float) -> None:
     before = _applied(walk)
     walk.run(f"kubectl apply -n {NAMESPACE} -f tuned/{TUNED_CONFIG_MAP}")
     until(lambda: len(_applied(walk)) > len(before), WAIT_S_MAX, "the pool has an Event of it")
-    walk.say("It is in force, as an Event on the pool tells:")
+    walk.say("An Event on the pool shows that it is in force:")
     walk.run(IN_FORCE)
-    walk.say("The same kinds of traffic for as long as before, drawn anew:")
+    walk.say("The same kinds of traffic follow for as long as before, from other random draws:")
     _drive(walk, "after", driven_s, seed=3)
-    walk.say("Before and after, as clients saw it:")
+    walk.say("The table compares the clients' results before and after:")
     walk.page += [*comparison(walk.folder), ""]
     walk.say(
-        "All documents and system prompts were new both times, so that each was computed at least once.",
+        "All documents and system prompts were new both times, so each was computed at least once.",
     )
 
 

@@ -21,7 +21,7 @@ NOTHING_AMISS = {
     *("capacity.json: Refused by the picker itself", "capacity.json: Shed"),
     *("endpoints.json: Errors", "endpoints.json: Failed scrapes"),
     *("endpoints.json: Outliers", "endpoints.json: Set aside, ejected"),
-    *("overview.json: Connections that failed, frames dropped", "overview.json: Errors"),
+    *("overview.json: Failed connections, dropped frames", "overview.json: Errors"),
     *("overview.json: Failed lists and watches", "overview.json: Not counted or logged"),
     *("overview.json: Refusals", "overview.json: Requests that fail"),
     *("tuning.json: Candidates dropped", "tuning.json: Decided without the prompt"),

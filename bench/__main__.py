@@ -1,8 +1,8 @@
-"""`python -m bench`: the performance report. `python -m bench NAME...`: rows of single parts.
+"""The performance report (`python -m bench`), or rows of single parts (`python -m bench NAME...`).
 
 The report plays whole requests against `epp serve` and against servers that do nothing
-(`bench/report`). Each module NAME of this folder gives rows (what, how much) instead;
-`bench/timing.py` tells how their times are taken. README.md beside this file tells what is what.
+(`bench/report`). Each module NAME of this folder instead gives rows (what, how much);
+`bench/timing.py` says how times are taken. README.md in this folder explains the numbers.
 """
 
 import argparse
@@ -49,7 +49,7 @@ _WIDTH = 92
 
 
 def machine() -> dict[str, object]:
-    """What the numbers were measured on."""
+    """Return the properties of the machine on which the numbers were measured."""
     models = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -64,7 +64,7 @@ def machine() -> dict[str, object]:
 
 
 def main(arguments: list[str]) -> int:
-    """0; of the report 1 if a server did not come up, 3 if the machine was busy."""
+    """Return 0. For the report, return 1 if a server did not start, and 3 if the machine was busy."""
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(("all", *NAMES)))
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _print_rows(names: Sequence[str], json_file: Path | None) -> int:
-    """As they come."""
+    """Print rows as they arrive, and write them to `json_file` if it is given."""
     where = machine() | {"times": f"CPU time, the best of {BATCHES} batches"}
     print(", ".join(f"{name} {value}" for name, value in where.items()))
     results: dict[str, dict[str, str]] = {}

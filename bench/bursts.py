@@ -1,10 +1,10 @@
 """Overload: many streams at once, and rapid resets beside a few innocent requests.
 
-`python -m bench.bursts` prints the table. The server is a process with the picker's options, spoken
-to on the loopback interface. A burst opens its streams in one go on `CONNECTIONS` connections and
-waits for every answer; a stream that ends without one is lost. During the resets a connection of
-its own asks `PROBES_PER_S` times a second, as it does before them; its delays are compared within
-one run, so that it matters little what else the machine does.
+`python -m bench.bursts` prints the table. The server is a process with the picker's options on the
+loopback interface. A burst opens its streams at once on `CONNECTIONS` connections and waits for
+every answer; a stream that ends without one is lost. During the resets, a connection of its own
+sends `PROBES_PER_S` requests a second, as it does before them. Its delays are compared within one
+run, so other work of the machine matters little.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ _TICK_S = 0.005
 
 
 def request() -> tuple[bytes, ...]:
-    """The messages of a small chat in full duplex."""
+    """Return the messages of a small chat in full duplex."""
     return headers_message(), body_messages(Chats(400, 5).body())[0]
 
 
 async def burst(port: int, streams: int, messages: tuple[bytes, ...]) -> int:
-    """How many of `streams` opened at once were lost."""
+    """Open `streams` at once, and return the number of lost ones."""
     connections = [await RawConnection.open(port) for _ in range(CONNECTIONS)]
     try:
         opened = [c.open_streams(streams // CONNECTIONS, messages) for c in connections]
@@ -45,7 +45,9 @@ async def burst(port: int, streams: int, messages: tuple[bytes, ...]) -> int:
 
 
 class Probe:
-    """An innocent gateway: `delays_s` of the answers it got, `lost` requests that got none."""
+    """An innocent gateway: `delays_s` of the answers it received, `lost` requests without an
+    answer.
+    """
 
     def __init__(self, port: int, messages: tuple[bytes, ...]) -> None:
         self._port = port
@@ -54,7 +56,7 @@ class Probe:
         self.lost = 0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Ask at a fixed rate until `stop`, then wait for what is open."""
+        """Send requests at a fixed rate until `stop`, then wait for the open ones."""
         connection = await RawConnection.open(self._port)
         asking = set()
         while not stop.is_set():
@@ -74,13 +76,13 @@ class Probe:
             self.delays_s.append(time.monotonic() - started_s)
 
     def quantile_s(self, share: float) -> float:
-        """Of the delays."""
+        """Return a quantile of the delays."""
         delays_s = sorted(self.delays_s)
         return delays_s[min(len(delays_s) - 1, int(share * len(delays_s)))]
 
 
 async def probed(port: int, messages: tuple[bytes, ...], duration_s: float) -> Probe:
-    """A probe that has asked for `duration_s`."""
+    """Return a probe that has sent requests for `duration_s`."""
     probe, stop = Probe(port, messages), asyncio.Event()
     asyncio.get_running_loop().call_later(duration_s, stop.set)
     await probe.run(stop)
@@ -88,9 +90,9 @@ async def probed(port: int, messages: tuple[bytes, ...], duration_s: float) -> P
 
 
 async def rapid_resets(port: int, per_s: int, duration_s: float) -> int:
-    """Open and reset streams on `CONNECTIONS` connections; a lost one is made anew.
+    """Open and reset streams on `CONNECTIONS` connections; replace lost ones.
 
-    Returns how many connections the peer cut.
+    Return the number of connections that the peer closed.
     """
     connections = [await RawConnection.open(port) for _ in range(CONNECTIONS)]
     sent = cuts = 0
@@ -132,7 +134,7 @@ async def _measure(port: int) -> list[tuple[str, str]]:
 
 
 def run() -> list[tuple[str, str]]:
-    """Rows (what, how much) for the table of `python -m bench`."""
+    """Return rows (what, how much) for the table of `python -m bench`."""
     with served() as server:
         return asyncio.run(_measure(server.recv()))
 

@@ -1,11 +1,11 @@
-"""How many function calls a chat takes, from its bytes to its serialised answers.
+"""Count the function calls of a chat, from its bytes to its serialised answers.
 
-Timings of one piece of code vary by 30 % on a shared machine; the number of calls does not vary. It is
-counted with `sys.setprofile`, as the mean of some hundred chats (design D34). Calls of Python
-functions and of functions written in C are counted apart. Not counted are operators, constructors of
-types written in C, and numpy's universal functions, which CPython does not report.
+Timings of the same code vary by 30 % on a shared machine; the number of calls does not.
+`sys.setprofile` counts it, as the mean of some hundred chats (design D34). Calls of Python
+functions and of functions written in C are counted separately. Operators, constructors of types
+written in C, and numpy's universal functions are not counted, because CPython does not report them.
 
-The chats are those of `bench.decision`; what opens a session and drives it is counted with them.
+The chats are those of `bench.decision`. Opening and driving a session is included.
 """
 
 import sys
@@ -23,7 +23,7 @@ SIZES: Final = {
     "8 KB": (8_000, 5, 100),
     "450 KB": (450_000, 288, 20),
 }
-"""Size -> bytes, messages, chats a batch."""
+"""Size -> (bytes, messages, chats per batch)."""
 BATCHES: Final = 3
 
 
@@ -73,7 +73,7 @@ def _played(size: str, *, telemetry: bool) -> Calls:
 
 
 def run() -> list[tuple[str, str]]:
-    """Rows (what, how much) for the table of `python -m bench`."""
+    """Return rows (what, how much) for the table of `python -m bench`."""
     rows = []
     for size in SIZES:
         for telemetry, how in ((False, "unobserved"), (True, "with telemetry and log")):

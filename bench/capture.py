@@ -1,7 +1,7 @@
-"""What a capture and a shadow profile cost a decision: `python -m bench.capture`.
+"""Cost of a capture and of a shadow profile per decision: `python -m bench.capture`.
 
-One request is parsed to the end of it: chains, decision, lease given back. What a row adds to the
-first is what the event loop pays; what the thread pays beside it is told apart.
+A request is measured from parsing to its end: chains, decision, returned lease. The difference of a
+row from the first is the event loop's cost; the cost of the thread is shown separately.
 """
 
 import itertools
@@ -26,12 +26,12 @@ from epp.shell.files.segment_folder import packed
 
 ENDPOINTS = 32
 SIZES = {8: (500, 100), 440: (50, 20)}
-"""KB of a prompt -> conversations, and requests a batch."""
+"""KB of a prompt -> (conversations, requests per batch)."""
 BATCHES = 30
 
 
 def requests(prompt_bytes: int, conversations: int) -> Iterator[tuple[bytes, ...]]:
-    """Prompts that each begin like others and end alone."""
+    """Yield prompts that share beginnings and have ends of their own."""
     random = Random("bench:capture")
     heads = [random.randbytes(prompt_bytes * 3 // 4) for _ in range(conversations // 10)]
     prompts: list[tuple[bytes, ...]] = [
@@ -57,7 +57,7 @@ def ready(scheduler: Scheduler) -> Scheduler:
 
 
 def request_us(scheduler: Scheduler, prompts: Iterator[tuple[bytes, ...]], calls: int) -> float:
-    """From the prompt to the end of the answer."""
+    """Return the microseconds from the prompt to the end of the answer."""
 
     def one(prompt: tuple[bytes, ...]) -> None:
         request = InferenceRequest(
@@ -77,12 +77,12 @@ def request_us(scheduler: Scheduler, prompts: Iterator[tuple[bytes, ...]], calls
 
 
 def run() -> list[tuple[str, str]]:
-    """(what, how much)."""
+    """Return rows (what, how much)."""
     return [row for size_kb in SIZES for row in size_rows(size_kb)]
 
 
 def size_rows(size_kb: int) -> list[tuple[str, str]]:
-    """(what, how much) for prompts of one size."""
+    """Return rows (what, how much) for prompts of one size."""
     conversations, calls = SIZES[size_kb]
     config = default_config(plugin_tables())
     settings: SchedulerSettings = build_settings(config)

@@ -1,12 +1,13 @@
-"""What corrections of the approximate index are worth: `python -m bench corrections`.
+"""Worth of corrections of the approximate index: `python -m bench corrections`.
 
-Requests go one a second to one endpoint, whose engine counts what it found. What the picker predicted of
-each is beside what was cached, with `correctByEngine` and without: where the engine tells how large its
-cache is and where it does not, and with prompts as ids of tokens and as text of which each byte is one token.
+One request a second goes to one endpoint, whose engine counts found tokens. The picker's prediction
+of each is compared with the cached tokens, with and without `correctByEngine`. The engine reports
+its cache size or not, and prompts are token ids or text in which each byte is one token.
 
-The first requests are the 300 that were recorded from a real vLLM. They were looked at while the rule of
-correction was chosen. The others were not: chats of another making, one seed a pool size, before the model
-of that engine's block pool, which finds what the recorded one found in 300 of 300 requests (`sim validate`).
+The first requests are 300 recorded from a real vLLM, which were used while the rule of correction
+was chosen. The others were not: chats of another kind, one seed for each pool size, for the model
+of that engine's block pool. This model finds what the recorded engine found in 300 of 300 requests
+(`sim validate`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,19 +34,19 @@ from sim.truth.validate import RECORDINGS
 
 RECORDING: Final = RECORDINGS / "vllm-0.32-cpu"
 RECORDED_BLOCKS: Final = 200
-"""Of the recorded engine's cache."""
+"""Blocks of the recorded engine's cache."""
 BLOCK_TOKENS: Final = 32
-"""Of an engine's block."""
+"""Tokens in a block of the engine."""
 CHAT_BLOCKS: Final = (100, 150, 200, 300, 400)
-"""Of the caches before which the chats are; the place of each is its seed."""
+"""Cache sizes for the chats, in blocks; the position of each is its seed."""
 CHAT_REQUESTS: Final = 600
 CHATS: Final = 24
-"""At once."""
+"""Concurrent conversations."""
 CHAT_TOKENS_MAX: Final = 1_500
 GAP_S: Final = 1.0
-"""Between two requests."""
+"""Seconds between two requests."""
 JUDGED_FROM: Final = 100
-"""Before that there is little to correct by."""
+"""Number of requests before the first judged one; there is little to correct before."""
 DOCUMENT: Final = """\
 apiVersion: llm-d.ai/v1alpha1
 kind: EndpointPickerConfig
@@ -55,24 +56,24 @@ plugins:
 - type: prefix-cache-scorer
 """
 CAPACITY_TIMES: Final = 10
-"""So many times what the engine has is configured: where it does not tell."""
+"""Configured capacity, relative to the engine's, if the engine does not report it."""
 
 
 class Served(Struct, frozen=True):
-    """A request, and what its engine found of it."""
+    """A request, and the tokens that its engine found cached."""
 
     ids: Sequence[int]
     cached_tokens: int
 
 
 class Predicted(Struct, frozen=True, kw_only=True):
-    """Of the judged requests, in tokens."""
+    """Sums over the judged requests, in tokens."""
 
     predicted: int = 0
     cached: int = 0
     prompt: int = 0
     wrong: int = 0
-    """The differences, each without its sign."""
+    """Sum of the absolute errors."""
 
     def __add__(self, other: "Predicted") -> "Predicted":
         return Predicted(
@@ -84,14 +85,16 @@ class Predicted(Struct, frozen=True, kw_only=True):
 
 
 def recorded() -> list[Served]:
-    """What a real engine was asked and found."""
+    """Return the requests of a real engine, with its found tokens."""
     rows = lines_of(RECORDING / "sequential.jsonl", Recorded)
     return [Served(row.prompt_token_ids, row.cached_tokens) for row in rows]
 
 
 @cache
 def chats(blocks_total: int, seed: int) -> list[Served]:
-    """Conversations that come to their next turn in any order, each behind one of eight system prompts."""
+    """Return conversations whose next turns come in any order, each behind one of eight system
+    prompts.
+    """
     random = Random(f"{seed}:chats")
     opened = [_ids(random, 100, 400) for _ in range(8)]
     running = [random.choice(opened) for _ in range(CHATS)]
@@ -113,7 +116,7 @@ def chats(blocks_total: int, seed: int) -> list[Served]:
         while (step := engine.step(now)) is not None:
             now = step.ends_at
         served.append(Served(prompt, request.cached_tokens))
-        # Some go on and some give way to others, the longest always.
+        # Some conversations continue; others are replaced, the longest always.
         ends = random.random() < 0.1 or len(whole) > CHAT_TOKENS_MAX
         running[at] = random.choice(opened) if ends else whole
     return served
@@ -126,7 +129,9 @@ def _ids(random: Random, least: int, most: int) -> list[int]:
 def predict(
     served: Sequence[Served], blocks_total: int, *, corrected: bool, told: bool, text: bool
 ) -> Predicted:
-    """`told`: the engine says how large its cache is. `text`: prompts are bytes, each one token."""
+    """Return the predictions. `told`: the engine reports its cache size. `text`: prompts are
+    bytes, one per token.
+    """
     own_blocks = blocks_total * BLOCK_TOKENS // 64
     document = DOCUMENT.format(
         corrected=str(corrected).lower(), capacity=CAPACITY_TIMES * own_blocks
@@ -149,7 +154,7 @@ def predict(
         queried += tokens
         hits += one.cached_tokens
         if number >= JUDGED_FROM:
-            # Of text the picker's tokens are estimates: what it believes is a share.
+            # The picker's tokens of a text are estimates, so its prediction is a share.
             share = decision.predicted_tokens / max(1, decision.lease.request.prompt_tokens)
             said = round(share * tokens)
             predicted += said
@@ -184,7 +189,7 @@ def _request(number: int, ids: Sequence[int], *, text: bool) -> InferenceRequest
 
 
 def run() -> Iterator[tuple[str, str]]:
-    """(what, how much)."""
+    """Yield rows (what, how much)."""
     sources = {
         "recorded": [(recorded(), RECORDED_BLOCKS)],
         "chats": [(chats(blocks, seed), blocks) for seed, blocks in enumerate(CHAT_BLOCKS)],

@@ -1,8 +1,8 @@
-"""What a decision costs: `schedule()` alone, and a chat from its bytes to serialised answers.
+"""Cost of a decision: `schedule()` alone, and a chat from its bytes to serialised answers.
 
-The scheduler is the one of `epp serve` without a configuration. Its endpoints were all scraped a
-moment ago, and none reports LoRA adapters. Every prompt is new: a system prompt that others share,
-a history that some have sent before, a question that nobody has asked. Transport is not included.
+The scheduler is that of `epp serve` without a configuration. Its endpoints were all scraped just
+before, and none reports LoRA adapters. Every prompt is new: a shared system prompt, a history that
+some requests have sent before, and a new question. Transport is not included.
 """
 
 import json
@@ -46,11 +46,11 @@ from epp.shell.operators.observation import Observation
 
 BLOCK_BYTES = 256
 POD_BLOCKS = 27_214
-"""16-token blocks of the KV cache of an 8B model on an 80 GB card."""
+"""Blocks of 16 tokens in the KV cache of an 8B model on an 80 GB GPU."""
 _HASHING = {"seed": 1, "block_bytes": BLOCK_BYTES, "blocks_max": 2_048}
 _Hash: TypeAlias = Callable[..., bytes]
 BATCH = 100
-"""Decisions, of which the sampled log shows one."""
+"""Decisions in a batch, of which the sampled log shows one."""
 
 _HEADERS = {
     ":authority": "llm.example.com",
@@ -68,7 +68,7 @@ _HEADERS = {
 
 
 class Pool:
-    """A scheduler whose endpoints are busy to different degrees."""
+    """A scheduler whose endpoints have different loads."""
 
     def __init__(
         self, endpoints: int, config: PickerConfig | None = None, now: float = 1_000.0
@@ -93,7 +93,7 @@ class Pool:
         self.scrape()
 
     def scrape(self) -> None:
-        """Every endpoint answers."""
+        """Apply a successful scrape of every endpoint."""
         self.now += 0.2
         for slot, _ in self.scheduler.pool.endpoints():
             metrics = EndpointMetrics(
@@ -123,14 +123,14 @@ class Chats:
         self._histories = [[self._text(each) for _ in range(messages - 2)] for _ in range(64)]
 
     def _text(self, size_bytes: int) -> str:
-        """Words, with a line break and a quotation now and then."""
+        """Return words, with an occasional line break and quotation."""
         words = self._random.choices(self._words, k=size_bytes // 6)
         for at in range(0, len(words), 40):
             words[at] = f'\n"{words[at]}"'
         return " ".join(words)[:size_bytes]
 
     def body(self) -> bytes:
-        """The next one."""
+        """Return the next body."""
         pick = self._random.randrange
         texts = [
             self._systems[pick(16)],
@@ -145,7 +145,7 @@ class Chats:
 
 
 def headers_message(headers: dict[str, str] = _HEADERS) -> bytes:
-    """The first message of a stream: full duplex for the request, nothing of the response body."""
+    """Return the first message of a stream: full duplex for the request, no response body."""
     return ProcessingRequest(
         request_headers=HttpHeaders(
             headers=HeaderMap(
@@ -163,7 +163,7 @@ def headers_message(headers: dict[str, str] = _HEADERS) -> bytes:
 
 
 def body_messages(body: bytes) -> list[bytes]:
-    """The body in chunks, as Envoy reads it with its buffer of 32 KB."""
+    """Return the body in chunks, as Envoy reads it with its buffer of 32 KB."""
     pieces = [body[start : start + 32_768] for start in range(0, len(body), 32_768)]
     return [
         ProcessingRequest(
@@ -185,7 +185,9 @@ class Silent:
 
 
 def telemetry_observer(pool: Pool) -> Observation:
-    """What `epp serve` observes with, its sampled log lines included; they go nowhere."""
+    """Return the observer of `epp serve`, including its sampled log lines, whose output is
+    discarded.
+    """
     logger = structlog.wrap_logger(
         structlog.PrintLogger(StringIO()),
         processors=[structlog.processors.JSONRenderer()],
@@ -211,7 +213,7 @@ class Decisions:
         self._open: list[Session] = []
 
     def new_session(self) -> Session:
-        """A session that `close` will close."""
+        """Return a session that `close` will close."""
         session = Session(
             self._pool.scheduler, self._settings, self._gateway, self._observer, lambda: "id"
         )
@@ -219,7 +221,7 @@ class Decisions:
         return session
 
     def opened(self) -> Iterator[tuple[Session, list[Event]]]:
-        """Sessions that have seen their headers, and the events of their bodies."""
+        """Yield sessions that have received their headers, with the events of their bodies."""
         self._pool.scrape()
         for _ in range(self._batch):
             session = self.new_session()
@@ -227,27 +229,27 @@ class Decisions:
             yield session, [self._decode(message) for message in body_messages(self._chats.body())]
 
     def messages(self) -> Iterator[list[bytes]]:
-        """All messages of the request phase."""
+        """Yield all messages of the request phase."""
         self._pool.scrape()
         for _ in range(self._batch):
             yield [headers_message(), *body_messages(self._chats.body())]
 
     def decide(self, opened: tuple[Session, list[Event]]) -> None:
-        """Body in, serialised answers out."""
+        """Process a body into serialised answers."""
         session, events = opened
         for event in events:
             for answer in session.receive(event, self._pool.now):
                 encode(answer)
 
     def serve(self, messages: list[bytes]) -> None:
-        """The whole request phase of a stream, from bytes to bytes, and its end."""
+        """Process the whole request phase of a stream, from bytes to bytes, and its end."""
         session = self.new_session()
         for message in messages:
             for answer in session.receive(self._decode(message), self._pool.now):
                 encode(answer)
 
     def close(self) -> None:
-        """End the streams; the requests are over."""
+        """End the streams and requests."""
         for session in self._open:
             session.closed(self._pool.now)
         self._open.clear()
@@ -257,11 +259,13 @@ CHATS = {
     "8 KB": (8_000, 5, BATCH),
     "450 KB": (450_000, 288, 10),
 }
-"""Size -> bytes, messages, decisions a batch."""
+"""Size -> (bytes, messages, decisions per batch)."""
 
 
 def chat_rows() -> list[tuple[str, str]]:
-    """A chat over 100 endpoints, from the bytes of its body to the serialised answers."""
+    """Return rows for a chat over 100 endpoints, from the bytes of its body to the serialised
+    answers.
+    """
     rows = []
     for size, (size_bytes, messages, batch) in CHATS.items():
         unobserved, seen = Pool(100), Pool(100)
@@ -279,7 +283,9 @@ def chat_rows() -> list[tuple[str, str]]:
 
 
 def schedule_us(endpoints: int, blocks: int, config: PickerConfig | None = None) -> float:
-    """`schedule()` of prompts that share a quarter with others: hashing, index and choice."""
+    """Return microseconds of `schedule()` with prompts that share a quarter: hashing, index and
+    choice.
+    """
     pool = Pool(endpoints, config)
     scheduler = pool.scheduler
     random = Random("bench:prompts")
@@ -313,7 +319,9 @@ def schedule_us(endpoints: int, blocks: int, config: PickerConfig | None = None)
 
 
 def hash_rows() -> list[tuple[str, str]]:
-    """The chain of a 450 KB prompt: without memory, of one that is new, of one that came before."""
+    """Return rows for the chain of a 450 KB prompt: without memory, for a new and for a repeated
+    one.
+    """
     random = Random("bench:hashes")
     known = KnownSegments(secret=1)
     again = random.randbytes(450_000)
@@ -335,7 +343,7 @@ def hash_rows() -> list[tuple[str, str]]:
 
 
 def decode_rows() -> list[tuple[str, str]]:
-    """Messages of a gateway to events: by protobuf, and as they are read."""
+    """Return rows for decoding a gateway's messages: with protobuf, and with the fast parser."""
     more = {f"x-client-{number}": f"value-{number}" * number for number in range(9)}
     messages = {
         "11 request headers": headers_message(),
@@ -357,7 +365,7 @@ def _response_piece(size_bytes: int) -> bytes:
 
 
 def strategy_rows() -> list[tuple[str, str]]:
-    """What the default costs beside weighted scores, in turns of each."""
+    """Return rows for the default's cost beside weighted scores, alternating."""
     weighted = load_config(STRATEGIES["weighted-scores"].config, "weighted", plugin_tables())
     turns = [(schedule_us(100, 128), schedule_us(100, 128, weighted)) for _ in range(3)]
     ratio = min(default for default, _ in turns) / min(other for _, other in turns)
@@ -365,7 +373,7 @@ def strategy_rows() -> list[tuple[str, str]]:
 
 
 def shadow_rows() -> list[tuple[str, str]]:
-    """What a shadow of the default by itself costs each decision, in turns with none."""
+    """Return rows for a shadow of the default, alternating with none."""
     document = yaml.safe_load(STRATEGIES["homing"].config)
     (profile,) = document["schedulingProfiles"]
     plugins = {plugin.get("name", plugin["type"]): plugin for plugin in document["plugins"]}
@@ -403,7 +411,7 @@ def shadow_rows() -> list[tuple[str, str]]:
 
 
 def run() -> list[tuple[str, str]]:
-    """Rows (what, how much) for the table of `python -m bench`."""
+    """Return rows (what, how much) for the table of `python -m bench`."""
     costs_us = {
         (endpoints, blocks): schedule_us(endpoints, blocks)
         for endpoints in (10, 100, 1_000)

@@ -1,9 +1,9 @@
 """Proof that an injected fault happened.
 
-A harness that breaks something on purpose measures nothing if the thing is not broken. Each fault
-of `make chaos`, `make attack`, `make soak` and `make night` therefore observes its effect directly
-at the broken part and calls `require_effect`. A run whose fault has no effect fails and writes no
-figure. The proofs here serve several harnesses; the others stand beside their harness.
+A harness that breaks a part on purpose measures nothing if the part is not broken. Each fault of
+`make chaos`, `make attack`, `make soak` and `make night` therefore observes its effect directly at
+the broken part and calls `require_effect`. A run whose fault has no effect fails and writes no
+figure. The proofs here serve several harnesses; the others are in their harness.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ def require_effect(happened: bool, fault: str, *, observed: str, expected: str) 
 
 @contextlib.contextmanager
 def effects_alone() -> Iterator[None]:
-    """Raise a `NoEffectError` of a task group inside as it is, without the group round it."""
+    """Raise a `NoEffectError` of a task group inside unchanged, without the surrounding group."""
     problems: Sequence[BaseException] = ()
     try:
         yield
@@ -64,7 +64,7 @@ class Effect(Protocol):
 
 
 class ClosedPort:
-    """Nothing listens at `port` any more."""
+    """Proof that no process listens at `port` any more."""
 
     def __init__(self, what: str, port: int, s_max: Seconds = OBSERVED_S_MAX) -> None:
         self._what = what
@@ -86,7 +86,7 @@ class ClosedPort:
 
 
 class StoppedProcess:
-    """The kernel reports the process `pid` as stopped."""
+    """Proof that the kernel reports the process `pid` as stopped."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

@@ -1,9 +1,9 @@
-"""What the worst body of some length costs the event loop: from its last byte to the decision.
+"""Maximum cost of a body for the event loop, from its last byte to the decision.
 
-Each attack repeats one piece. Its flood is refused if it holds too much; then the most of it that is
-let in, in a body of the same length, costs more than the flood. The garbage collector runs as it
-does in `epp serve`, and what it takes is part of the figure. Peak memory is what is allocated beside
-the body itself.
+Each attack repeats one piece. A flood of too many pieces is refused; the most pieces that are
+accepted, in a body of the same length, then cost more than the flood. The garbage collector runs as
+in `epp serve`, and its time is included. Peak memory is the memory allocated in addition to the
+body itself.
 """
 
 import gc
@@ -21,9 +21,9 @@ from epp.shell.process.garbage import GARBAGE_THRESHOLDS
 
 MB: Final = 1_000_000
 SIZES: Final = ((1 * MB, 5), (32 * MB, 1))
-"""Bytes of a body, repetitions; the larger is about the default limit."""
+"""Bytes of a body and repetitions; the larger is about the default limit."""
 _WITHIN: Final = 0.05
-"""What is tried to find the most that is let in differs by so much at the end."""
+"""Relative precision of the search for the most accepted pieces."""
 
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _RESPONSES, _MESSAGES, _GENERATE = "/v1/responses", "/v1/messages", "/inference/v1/generate"
@@ -38,26 +38,28 @@ _PROMPT, _INPUT = b'{"model":"m","prompt":[', b'{"model":"m","input":['
 
 
 class Attack(NamedTuple):
-    """`head`, as many pieces as wanted, `tail`, which closes the object that `head` opens."""
+    """A body of `head`, any number of pieces, and `tail`, which closes the object that `head`
+    opens.
+    """
 
     name: str
     path: str
     head: bytes
     piece: bytes | Callable[[int], bytes]
-    """The same again and again, or by its number."""
+    """The repeated piece, or a function of its number."""
     tail: bytes
     between: bytes = b","
     rewritten: bool = False
-    """The model is replaced by another."""
+    """True if the model is replaced by another."""
 
     def pieces_max(self, size_bytes: int) -> int:
-        """How many fit."""
+        """Return how many pieces fit."""
         piece = self.piece if isinstance(self.piece, bytes) else self.piece(1_000_000)
         room = size_bytes - len(self.head) - len(self.tail)
         return max(1, room // (len(piece) + len(self.between)))
 
     def body(self, size_bytes: int, count: int) -> bytes:
-        """A body of `size_bytes` with `count` pieces; what is left is a long text."""
+        """Return a body of `size_bytes` with `count` pieces; a long text fills the rest."""
         piece = self.piece
         pieces = [piece] * count if isinstance(piece, bytes) else map(piece, range(count))
         body = self.head + self.between.join(pieces) + self.tail
@@ -70,7 +72,7 @@ def _numbered(form: bytes) -> Callable[[int], bytes]:
 
 
 def _new_prompt(number: int) -> bytes:
-    """One block of token ids that no other prompt has."""
+    """Return one block of token ids that no other prompt has."""
     return b"[" + b",".join(b"%d" % digit for digit in map(int, f"{number:064}")) + b"]"
 
 
@@ -89,7 +91,7 @@ ATTACKS: Final = (
         rewritten=True,
     ),
     Attack("escaped quotes, rewritten", _CHAT, _TEXT, rb"\"", _TEXT_END, b"", rewritten=True),
-    # What is decoded as it is.
+    # Values that are decoded unchanged.
     Attack("arrays in arrays, 400 deep", _CHAT, _BLOCK, b"[" * 400 + b"]" * 400, _BLOCK_END),
     Attack("empty arrays in a block", _CHAT, _BLOCK, b"[]", _BLOCK_END),
     Attack("objects in a block", _CHAT, _BLOCK, b'{"a":{"a":{}}}', _BLOCK_END),
@@ -116,7 +118,7 @@ ATTACKS: Final = (
         *(_CHAT, _CONTENT + b'{"type":"image_url","image_url":{', _numbered(b'"%d":{}')),
         b"}}" + _CONTENT_END,
     ),
-    # What is written field by field.
+    # Values that are written field by field.
     Attack("messages", _CHAT, _LIST, b'{"role":"","content":""}', _LIST_END),
     Attack("messages without content", _CHAT, _LIST, b'{"role":""}', _LIST_END),
     Attack("messages of one part", _CHAT, _LIST, b'{"role":"","content":[1]}', _LIST_END),
@@ -148,7 +150,7 @@ ATTACKS: Final = (
         "texts as Anthropic system prompt",
         *(_MESSAGES, _SAID + b'"system":[', b'""', b"]}"),
     ),
-    # What is skipped, or kept as it is.
+    # Values that are skipped, or kept unchanged.
     Attack("an object as `max_tokens`", _CHAT, _SAID + b'"max_tokens":[', b"{}", b"]}"),
     Attack("arrays as `stream`", _CHAT, _SAID + b'"stream":[', b"[]", b"]}"),
     Attack("4,000 digits as `max_tokens`", _CHAT, _SAID, b'"max_tokens":' + _DIGITS, b"}"),
@@ -174,7 +176,7 @@ ATTACKS: Final = (
 
 
 def is_let_in(attack: Attack, body: bytes) -> bool:
-    """Whether the body is read, and not refused."""
+    """Return True if the body is read, and not refused."""
     parsed = parse_request(
         path=attack.path,
         headers={},
@@ -186,7 +188,9 @@ def is_let_in(attack: Attack, body: bytes) -> bool:
 
 
 def most_let_in(attack: Attack, size_bytes: int) -> tuple[int, bytes]:
-    """About the most pieces that are let in, in a body of `size_bytes`, and that body; 0: none."""
+    """Return about the most accepted pieces in a body of `size_bytes`, and that body; 0 if none
+    is.
+    """
     most, body = 0, b""
     refused = attack.pieces_max(size_bytes) + 1
     tried = refused - 1
@@ -202,7 +206,7 @@ def most_let_in(attack: Attack, size_bytes: int) -> tuple[int, bytes]:
 
 @contextmanager
 def serving_garbage_collector() -> Iterator[None]:
-    """As in `epp serve`: its thresholds, and next to nothing that was there before."""
+    """Use the garbage collector as in `epp serve`: its thresholds, and almost no earlier objects."""
     before = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -221,7 +225,7 @@ class Loop:
         self._pool = Pool(8)
 
     def serve(self, attack: Attack, body: bytes) -> float:
-        """Seconds of CPU from the last byte of the body to the answers."""
+        """Return the seconds of CPU from the last byte of the body to the answers."""
         settings = SessionSettings(rewrite=lambda _: "other" if attack.rewritten else None)
         session = Session(self._pool.scheduler, settings, Gateway(), Silent(), lambda: "id")
         self._pool.scrape()
@@ -236,12 +240,12 @@ class Loop:
         return elapsed_s
 
     def best_s(self, attack: Attack, body: bytes, repetitions: int) -> float:
-        """The best of so many."""
+        """Return the best of `repetitions` times."""
         with serving_garbage_collector():
             return min(self.serve(attack, body) for _ in range(repetitions))
 
     def peak_bytes(self, attack: Attack, body: bytes) -> int:
-        """What is allocated at most while the body is served."""
+        """Return the maximum allocated memory while the body is served."""
         tracemalloc.start()
         try:
             self.serve(attack, body)
@@ -251,7 +255,7 @@ class Loop:
 
 
 def run() -> Iterator[tuple[str, str]]:
-    """Rows (what, how much) for the table of `python -m bench`."""
+    """Yield rows (what, how much) for the table of `python -m bench`."""
     loop = Loop()
     ordinary = Attack("an ordinary chat", _CHAT, b"", b"", b"")
 

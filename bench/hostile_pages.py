@@ -1,7 +1,7 @@
-"""What a pod can take of the event loop with its metrics page, however it is written or sent.
+"""Maximum share of the event loop that a pod can take with its metrics page, in any form.
 
-Each row is one answer of a pod: what it costs to receive and read, in units of a usual page, and
-which share of the loop the pod has in the long run when it answers so to every scrape.
+Each row is one answer of a pod: the cost of receiving and reading it, in units of a usual page, and
+the pod's share of the loop in the long run if it answers so to every scrape.
 """
 
 import time
@@ -57,7 +57,7 @@ def _names(count: int) -> bytes:
 
 
 def answers() -> Iterator[tuple[str, bytes, int]]:
-    """(What, the answer, bytes of it that arrive at once)."""
+    """Yield (name, answer, bytes of it that arrive at once)."""
     whole = 256 * 1024
     for what, page in (
         ("as many wanted series as are read", _series(SERIES_MAX)),
@@ -82,7 +82,7 @@ def answers() -> Iterator[tuple[str, bytes, int]]:
 
 
 def _receive_and_read(reader: PageReader, memory: PageMemory, answer: bytes, at_once: int) -> int:
-    """In how many pieces it arrived until it was whole or refused."""
+    """Return in how many pieces the answer arrived until it was complete or refused."""
     response = ResponseReader(_PAGE_BYTES_MAX)
     pieces = 0
     with suppress(BadResponseError, ExpositionError):
@@ -96,7 +96,9 @@ def _receive_and_read(reader: PageReader, memory: PageMemory, answer: bytes, at_
 
 
 def _long_run(answer_of: Callable[[int], tuple[bytes, int]]) -> tuple[float, float]:
-    """Seconds of the dearest of some scrapes, and the share of the loop of the second half."""
+    """Return the seconds of the most expensive scrape, and the share of the loop in the second
+    half.
+    """
     account = LoopShare(time.thread_time).open()
     reader, memory = PageReader(), PageMemory()
     costs_s, pauses_s = [], []
@@ -113,7 +115,7 @@ def _long_run(answer_of: Callable[[int], tuple[bytes, int]]) -> tuple[float, flo
 
 
 def run() -> Iterator[tuple[str, str]]:
-    """(what, how much) a row."""
+    """Yield rows (what, how much)."""
     pages = [_plain(page) for page in live_pages("llama-3.1-8b")]
     usual_s, share = _long_run(lambda number: (pages[number % len(pages)], 256 * 1024))
     yield "a usual page", f"{usual_s * 1e3:.2f} ms, {share:.2%} of the loop"

@@ -25,7 +25,7 @@ BLOCK_BYTES = 256
 
 
 def request_of(*chains: bytes) -> InferenceRequest:
-    """A request whose blocks are already hashed."""
+    """Return a request whose blocks are already hashed."""
     return InferenceRequest(request_id="", chains={BLOCK_BYTES: chains})
 
 
@@ -51,13 +51,13 @@ def fill(
 
 
 def resident_bytes() -> int:
-    """Resident set of this process."""
+    """Return the resident set of this process, in bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def microseconds(call: Callable[[], object], calls: int) -> float:
-    """Median time of one call."""
+    """Return the median time of one call, in microseconds."""
     times = []
     for _ in range(calls):
         started = time.perf_counter()
@@ -67,7 +67,7 @@ def microseconds(call: Callable[[], object], calls: int) -> float:
 
 
 def full_index(shortest: int, longest: int) -> dict[str, float]:
-    """Fill an index in this process, weigh it, and time what happens only to a full one."""
+    """Fill an index in this process, weigh it, and time operations of a full index."""
     random = Random(1)
     index = PrefixIndex(PrefixIndexSettings(memory_max_bytes=1 << 40))
     gc.collect()
@@ -97,7 +97,7 @@ def full_index(shortest: int, longest: int) -> dict[str, float]:
 
 
 def full_rows() -> list[tuple[str, str]]:
-    """One fresh process for each length of prompt."""
+    """Return rows from one new process for each length of prompt."""
     rows = []
     for shortest, longest in ((32, 32), (128, 128), (4, 8)):
         command = [sys.executable, "-m", "bench.index", "full", str(shortest), str(longest)]
@@ -119,7 +119,9 @@ def full_rows() -> list[tuple[str, str]]:
 
 
 def chat(blocks: int, endpoints: int, random: Random) -> tuple[PrefixIndex, list[bytes]]:
-    """A system prompt of a quarter of the blocks on all endpoints, conversations on two each."""
+    """Return a system prompt of a quarter of the blocks on all endpoints, and conversations on two
+    each.
+    """
     index = PrefixIndex(PrefixIndexSettings())
     system = random.randbytes(8 * (blocks // 4))
     for slot in range(endpoints):
@@ -132,7 +134,7 @@ def chat(blocks: int, endpoints: int, random: Random) -> tuple[PrefixIndex, list
 
 
 def spread(blocks: int, endpoints: int, random: Random) -> tuple[PrefixIndex, list[bytes]]:
-    """The worst: every endpoint holds another depth of one prompt."""
+    """Return the worst case: every endpoint has cached another depth of one prompt."""
     index = PrefixIndex(PrefixIndexSettings())
     chain = random.randbytes(8 * blocks)
     for slot in range(endpoints):
@@ -141,7 +143,9 @@ def spread(blocks: int, endpoints: int, random: Random) -> tuple[PrefixIndex, li
 
 
 def decide(index: PrefixIndex, chains: list[bytes], endpoints: int) -> Callable[[], None]:
-    """One `match` and `record` a call, of the next prompt to the next of eight endpoints."""
+    """Return a function that calls `match` and `record` for the next prompt and the next of eight
+    endpoints.
+    """
     turns = iter(range(10**9))
 
     def call() -> None:
@@ -154,7 +158,7 @@ def decide(index: PrefixIndex, chains: list[bytes], endpoints: int) -> Callable[
 
 
 def decision_rows() -> list[tuple[str, str]]:
-    """`match` and `record` of one request by length, endpoints and how they share."""
+    """Return rows for `match` and `record` of one request by length, endpoints and sharing."""
     rows = []
     for endpoints in (100, 1_000):
         for sharing, world in (("chat", chat), ("every endpoint another depth", spread)):
@@ -167,7 +171,7 @@ def decision_rows() -> list[tuple[str, str]]:
 
 
 def run() -> list[tuple[str, str]]:
-    """Rows (what, how much) for the table of `python -m bench`."""
+    """Return rows (what, how much) for the table of `python -m bench`."""
     return full_rows() + decision_rows()
 
 

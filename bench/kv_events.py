@@ -1,8 +1,8 @@
-"""What hearing engines takes of the event loop: `python -m bench kv_events`.
+"""Share of the event loop that receiving KV events takes: `python -m bench kv_events`.
 
-One message a step of an engine, as vLLM writes it: a run of blocks stored and as many removed, from a
-subscription's socket to the index. A hundred engines take turns, so that each finds its memory cold. A
-share of a core is CPU time a change times the changes.
+Each step of an engine sends one message, as vLLM writes it: a run of stored blocks and as many
+removed, from a subscription's socket to the index. A hundred engines alternate, so that each finds
+its memory cold. A share of a core is the CPU time of a change times the changes.
 """
 
 import itertools
@@ -23,11 +23,12 @@ from epp.core.types import Endpoint
 
 ENGINES = 100
 CHANGES_PER_S = 1_000
-"""Of each engine: its top in the published ladders, in blocks of 16 tokens."""
+"""Changes per second of each engine: the maximum in the published ladders, in blocks of 16 tokens.
+"""
 KEPT_BLOCKS = 500
-"""Of each engine: it is full."""
+"""Blocks of each engine, whose cache is full."""
 MESSAGES = 400
-"""A batch."""
+"""Messages in a batch."""
 BATCHES = 30
 SHAPES = {
     "a step of a prompt": (16, 13),
@@ -48,7 +49,7 @@ plugins:
 
 
 class Engine:
-    """Goes on with one conversation for ever, and gives up what is oldest."""
+    """An engine that continues one conversation for ever, and removes its oldest blocks."""
 
     def __init__(self, random: Random, block_tokens: int, blocks: int) -> None:
         self._random = random
@@ -59,7 +60,7 @@ class Engine:
         self.sequence = itertools.count()
 
     def message(self) -> bytes:
-        """The payload of its next step."""
+        """Return the payload of its next step."""
         hashes = [self._random.getrandbits(64) for _ in range(self._blocks)]
         self._held += hashes
         removed = self._held[: max(0, len(self._held) - KEPT_BLOCKS)]
@@ -89,7 +90,7 @@ class Engine:
 
 
 def subscriptions() -> list[Subscription]:
-    """One an engine, live."""
+    """Return one live subscription for each engine."""
     scheduler = Scheduler(build_settings(load_config(DOCUMENT, "bench", plugin_tables())), seed=1)
     pool = [
         Endpoint(endpoint_id=f"uid-{at}", name=f"pod-{at}", address=f"10.0.0.{at}:8000")
@@ -103,7 +104,7 @@ def subscriptions() -> list[Subscription]:
 
 
 def rows_of(name: str, block_tokens: int, blocks: int) -> list[tuple[str, str]]:
-    """(what, how much) for messages of one shape."""
+    """Return rows (what, how much) for messages of one shape."""
     random = Random(f"bench:{name}")
     heard = subscriptions()
     engines = [Engine(random, block_tokens, blocks) for _ in range(ENGINES)]
@@ -138,5 +139,5 @@ def rows_of(name: str, block_tokens: int, blocks: int) -> list[tuple[str, str]]:
 
 
 def run() -> list[tuple[str, str]]:
-    """(what, how much)."""
+    """Return rows (what, how much)."""
     return [row for name, shape in SHAPES.items() for row in rows_of(name, *shape)]

@@ -1,17 +1,17 @@
-"""A hundred engines that tell at once, for ten seconds: `python -m bench kv_streams`.
+"""A hundred engines that send KV events at once, for ten seconds: `python -m bench kv_streams`.
 
-They are one process that does not count, each with a port of ZMTP at an address of its own; what hears them
-is what `epp serve` has for it, sockets and all. Each engine sends a message a step, with as many blocks
-stored as removed, the steps of all spread over time. How late the loop is, is asked every five
-milliseconds; beside it stands the same of a while in which the engines say nothing, which is the machine's.
+The engines are one process that is not measured, each with a port of ZMTP at an address of its own.
+The receiver is that of `epp serve`, sockets included. Each engine sends one message per step, with
+as many blocks stored as removed; the steps are spread over time. The delay of the loop is sampled
+every five milliseconds. A period in which the engines send nothing shows the machine's own delay.
 
-Engines that get no processor say less than they are to: what the picker has noted is compared with what
-they had said by then, and how much that was of what was due stands beside it.
+Engines that get no CPU send less than they should. The blocks that the picker has applied are
+therefore compared with those sent by then, and with those that were due.
 
-A processor that sleeps between turns is slow when it wakes, the more the more others it belongs to: of a
-virtual machine by a third in one minute and by nothing in the next. All is measured a second time while
-processes keep every processor awake that run where nobody else wants to: what a turn takes of a processor
-that has other work too, as one that also serves requests.
+A processor that sleeps between turns is slow when it wakes, more so if other virtual machines use
+it: by a third in one minute and by nothing in the next. Everything is measured a second time while
+processes of the lowest priority keep every processor awake. That is the cost of a turn on a
+processor that also serves requests.
 """
 
 import asyncio
@@ -52,22 +52,22 @@ MEASURED_S: Final = 10.0
 QUIET_S: Final = 4.0
 BLOCK_TOKENS: Final = 16
 BLOCKS: Final = 13
-"""That a message stores, and removes."""
+"""Blocks that a message stores, and removes."""
 FILLED: Final = KEPT_BLOCKS // BLOCKS + 1
-"""Messages of an engine, until it is full."""
+"""Messages of an engine until its cache is full."""
 MESSAGES: Final = int(MEASURED_S * CHANGES_PER_S / (2 * BLOCKS))
-"""Of an engine, each time."""
+"""Messages of an engine in each measurement."""
 ASKED_EVERY_S: Final = 0.005
 READY_S_MAX: Final = 240.0
 TIMES: Final = 2
-"""As the machine is, and kept awake."""
+"""Measurements: with the machine as it is, and kept awake."""
 _TOPIC: Final = b"kv@bench"
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 _READY: Final = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x03PUB"
 
 
 def hosts() -> list[str]:
-    """An address of loopback for each engine."""
+    """Return an address of loopback for each engine."""
     return [f"127.0.1.{at + 1}" for at in range(ENGINES)]
 
 
@@ -81,7 +81,7 @@ def _frame(part: bytes, more: int) -> bytes:
 
 
 def _messages(number: int, count: int) -> list[bytes]:
-    """The first `count` of one engine, as they travel."""
+    """Return the first `count` messages of one engine, as sent."""
     engine = Engine(Random(f"bench:kv_streams:{number}"), BLOCK_TOKENS, BLOCKS)
     found = []
     for sequence in range(count):
@@ -102,7 +102,7 @@ class _Publisher(asyncio.Protocol):
 
 
 def _itself(publisher: _Publisher) -> _Publisher:
-    """Each engine has one connection."""
+    """Return the publisher itself, because each engine has one connection."""
     return publisher
 
 
@@ -119,7 +119,7 @@ async def _publish(port: int, told: Connection, sent_messages: "Synchronized[int
         assert transport is not None, "the picker has connected"
         transport.write(streams[number][at])
 
-    # The picker hears all by the time it says so.
+    # The picker receives all engines by the time it says so.
     await asyncio.to_thread(told.recv)
     for at in range(FILLED):
         for number in range(ENGINES):
@@ -145,7 +145,7 @@ def _engines(port: int, told: Connection, sent_messages: "Synchronized[int]") ->
 
 
 def _stay_awake(started: Semaphore) -> None:
-    """Until it is terminated."""
+    """Use the processor until terminated."""
     if hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     else:
@@ -157,7 +157,7 @@ def _stay_awake(started: Semaphore) -> None:
 
 @contextmanager
 def kept_awake() -> Iterator[None]:
-    """No processor sleeps meanwhile, and each does at once what anybody else wants of it."""
+    """Keep every processor awake during the context, with processes that yield to all others."""
     spawn = multiprocessing.get_context("spawn")
     started = spawn.Semaphore(0)
     processes = [
@@ -180,7 +180,7 @@ def kept_awake() -> Iterator[None]:
 
 
 class Lateness:
-    """How late the loop comes to what is due."""
+    """The delay of the loop."""
 
     def __init__(self) -> None:
         self.late_s: list[float] = []
@@ -205,15 +205,15 @@ class Lateness:
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """A while of the picker."""
+    """One measurement period of the picker."""
 
     cores: float
     blocks: int
-    """That were taken note of."""
+    """Blocks that were applied."""
     late_s: Sequence[float]
 
     def late_ms(self) -> str:
-        """The median, the 99th percentile and the most."""
+        """Return the median, the 99th percentile and the maximum."""
         return " / ".join(f"{1e3 * np.quantile(self.late_s, at):.1f}" for at in (0.5, 0.99, 1.0))
 
 
@@ -229,7 +229,7 @@ async def _measure(blocks: Callable[[], int], for_s: float) -> Measured:
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    """Wait for it; an engine or a picker that is not there in time is a `TimeoutError`."""
+    """Wait for `condition`. Raise `TimeoutError` if an engine or a picker is not ready in time."""
     async with asyncio.timeout(READY_S_MAX):
         while not condition():  # noqa: ASYNC110  it tells nobody
             await asyncio.sleep(0.01)
@@ -288,7 +288,9 @@ async def _hear(
 def _rows_of(
     what: str, quiet: Measured, busy: Measured, said_meanwhile: int, said: int
 ) -> list[tuple[str, str]]:
-    """`said_meanwhile`: blocks until the picker was asked; `said`: that were due."""
+    """Return rows. `said_meanwhile`: blocks sent until the picker was asked; `said`: blocks that
+    were due.
+    """
     per_change_us = busy.cores * MEASURED_S / busy.blocks * 1e6
     return [
         (
@@ -307,7 +309,7 @@ def _rows_of(
 
 
 def run() -> list[tuple[str, str]]:
-    """(what, how much)."""
+    """Return rows (what, how much)."""
     (port,) = free_ports(1)
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()

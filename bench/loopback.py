@@ -1,10 +1,10 @@
-"""What a request costs through grpcio: the picker's server on the loopback interface.
+"""Cost of a request through grpcio: the picker's server on the loopback interface.
 
 `python -m bench.loopback` prints the table. Server and client are processes of their own. The
-server is that of `epp serve` without TLS, with its metrics and its sampled log; CPU is what the
-kernel counts for its process. Two patterns: the request phase alone (headers and an 8 KB body in,
-headers and body out), and with response headers after it. The client opens a stream a request, as
-Envoy does, and keeps `STREAMS` of them going. The best of some rounds counts.
+server is that of `epp serve` without TLS, with its metrics and its sampled log; CPU is the kernel's
+count for its process. There are two patterns: the request phase alone (headers and an 8 KB body in,
+headers and body out), and with response headers after it. The client opens one stream per request,
+as Envoy does, and keeps `STREAMS` of them open. The best of some rounds counts.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ async def _serve(tell: Connection) -> None:
     tell.send(port)
     loop = asyncio.get_running_loop()
     while True:
-        # Answers how much CPU was used whenever asked; keeps metrics fresh meanwhile.
+        # Return the used CPU on request, and keep metrics fresh meanwhile.
         pool.now = time.monotonic()
         pool.scrape()
         if await loop.run_in_executor(None, tell.poll, SCRAPE_S):
@@ -72,14 +72,14 @@ async def _serve(tell: Connection) -> None:
 
 
 def serve(tell: Connection) -> None:
-    """The server's process, until it is sent None."""
+    """Run the server until it is sent None."""
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(_serve(tell))
 
 
 @contextlib.contextmanager
 def served() -> Iterator[Connection]:
-    """The pipe to a process that does `serve`: its port comes first."""
+    """Yield the pipe to a process that runs `serve`, whose first message is its port."""
     spawn = get_context("spawn")
     ours, theirs = spawn.Pipe()
     server = spawn.Process(target=serve, args=(theirs,), daemon=True)
@@ -95,10 +95,10 @@ def served() -> Iterator[Connection]:
 
 
 class _Client:
-    """A gateway that asks for one request after the other on each of `STREAMS` streams."""
+    """A gateway that sends one request after the other on each of `STREAMS` streams."""
 
     def __init__(self, port: int) -> None:
-        # A gateway of Envoy has a connection a worker thread.
+        # An Envoy has one connection per worker thread.
         self._channels = [
             grpc.aio.insecure_channel(
                 f"127.0.0.1:{port}", options=(("grpc.use_local_subchannel_pool", 1),)
@@ -112,7 +112,7 @@ class _Client:
         self._response_headers = _response_headers()
 
     async def round(self, *, responses: bool) -> None:
-        """`ROUND_REQUESTS` requests."""
+        """Send `ROUND_REQUESTS` requests."""
         left = iter(self._bodies)
         await asyncio.gather(*(self._stream(left, number, responses) for number in range(STREAMS)))
 
@@ -158,7 +158,7 @@ async def _measure(server: Connection) -> list[tuple[str, str]]:
 
 
 def run() -> list[tuple[str, str]]:
-    """Rows (what, how much) for the table of `python -m bench`."""
+    """Return rows (what, how much) for the table of `python -m bench`."""
     with served() as server:
         return asyncio.run(_measure(server))
 

@@ -1,7 +1,7 @@
-"""What a page of our own metrics costs: bytes, children, and CPU time of a scrape.
+"""Cost of a page of our own metrics: bytes, children, and CPU time of a scrape.
 
-Client-chosen models are what can grow it: past a budget of bytes they share one child. The page is
-made as the server makes it, in slices between which the event loop decides.
+Models that clients choose can enlarge it: they share one child beyond a budget of bytes. The page
+is made as the server makes it, in slices between which the event loop decides.
 """
 
 import asyncio
@@ -23,12 +23,12 @@ from epp.shell.operators.pages.metrics_server import encode_in_slices
 from epp.shell.process.pressure import MemoryPressure
 
 CASES = ((1, 10), (20, 100), (4_000, 100), (4_000, 1_000))
-"""Models, endpoints."""
+"""Models and endpoints of each case."""
 _PAGES = 5
 
 
 def exported(models: int, endpoints: int) -> tuple[CollectorRegistry, Telemetry]:
-    """What is counted after some requests for each model, all of their responses parsed.
+    """Return a registry after some requests for each model, with all of their responses parsed.
 
     Each endpoint has answered.
     """
@@ -58,7 +58,7 @@ def exported(models: int, endpoints: int) -> tuple[CollectorRegistry, Telemetry]
             decision, Outcome(status=500), elapsed_s=1.0, output_tokens=9, cached_tokens=64
         )
         telemetry.by_endpoint.answered(
-            # Each of them, whichever was picked.
+            # Every endpoint, whichever was picked.
             members[number % endpoints],
             headers_s=0.1,
             ttft_s=0.1,
@@ -73,7 +73,7 @@ def exported(models: int, endpoints: int) -> tuple[CollectorRegistry, Telemetry]
 
 
 async def page_of(registry: CollectorRegistry) -> tuple[bytes, float, float]:
-    """The page, CPU seconds that it took, and those of its longest slice."""
+    """Return the page, its CPU seconds, and those of its longest slice."""
     slices: list[bytes] = []
     longest_s = 0.0
     started = before = time.thread_time()
@@ -85,13 +85,13 @@ async def page_of(registry: CollectorRegistry) -> tuple[bytes, float, float]:
 
 
 def named(page: bytes, name: str) -> int:
-    """How many models have this sample under their own name."""
+    """Return how many models have this sample under their own name."""
     lines = [line for line in page.splitlines() if line.startswith(name.encode() + b"{")]
     return len({line for line in lines if b'="other"' not in line})
 
 
 def run() -> Iterable[tuple[str, str]]:
-    """Rows (what, how much) for the table of `python -m bench`."""
+    """Yield rows (what, how much) for the table of `python -m bench`."""
     for models, endpoints in CASES:
         registry, _ = exported(models, endpoints)
         pages = [asyncio.run(page_of(registry)) for _ in range(_PAGES)]

@@ -1,9 +1,9 @@
-"""Memory and time of `sim replay` over a million synthetic requests, read as they are needed.
+"""Memory and time of `sim replay` with a million synthetic requests, read as they are needed.
 
-`python -m bench.million` prints the table. Each command runs in a process of its own, which tells
-the peak of its resident set. The trace is replayed twice, its beginning and all of it: what the
-second run needs more is what a request leaves behind, of which 64 bytes are the numbers that
-percentiles are taken of (`sim/measurement/measures.py`).
+`python -m bench.million` prints the table. Each command runs in a process of its own, which reports
+the peak of its resident set. The trace is replayed twice, its beginning and all of it. The
+additional memory of the second run is what a request leaves behind, of which 64 bytes are the
+numbers for percentiles (`sim/measurement/measures.py`).
 """
 
 import contextlib
@@ -23,19 +23,21 @@ from sim.traces.reading import ReadOptions
 
 REQUESTS = 1_000_000
 BEGINNING = 100_000
-"""Requests, as many as are replayed without decisions unless they are asked for."""
+"""Requests of the beginning: as many as are replayed without decisions by default."""
 RATE = 50
 PODS = 8
 
 
 def _measured(arguments: list[str]) -> dict[str, float]:
-    """Run one command of `sim` in this process: seconds, and bytes of memory at the most."""
+    """Run one command of `sim` in this process. Return its seconds and its maximum memory in
+    bytes.
+    """
     started_s, cpu_s = perf_counter(), process_time()
     with contextlib.redirect_stdout(io.StringIO()):
         code = main(arguments)
     assert code == 0, arguments
     status = Path("/proc/self/status").read_text().splitlines()
-    # Not ru_maxrss: that counts what this process was before it became another program.
+    # ru_maxrss would include the memory of this process before it ran another program.
     peak_kb = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
     return {
         "wall_s": perf_counter() - started_s,
@@ -45,7 +47,7 @@ def _measured(arguments: list[str]) -> dict[str, float]:
 
 
 def _in_process(cache: Path, *arguments: object) -> dict[str, float]:
-    """The same in a fresh process, which keeps traces in `cache`."""
+    """Run the command in a new process, which stores traces in `cache`."""
     root = Path(__file__).resolve().parent.parent
     command = [sys.executable, "-m", "bench.million", *map(str, arguments)]
     answer = subprocess.run(
@@ -68,7 +70,9 @@ def _shown(told: dict[str, float]) -> str:
 
 
 def _reading_cpu_s(trace: Path, kept_in: Path | str = "") -> float:
-    """Of one process, from the first request to the last; with a folder, it is kept there."""
+    """Return the CPU seconds of reading the trace in one process; it is stored in `kept_in` if
+    given.
+    """
     cpu_s = process_time()
     for _ in open_trace(trace, ReadOptions(kept_in=str(kept_in))):
         pass
@@ -76,7 +80,7 @@ def _reading_cpu_s(trace: Path, kept_in: Path | str = "") -> float:
 
 
 def run() -> Iterator[tuple[str, str]]:
-    """Rows (what, how much) for the table of `python -m bench`, each as soon as it is known."""
+    """Yield rows (what, how much) for the table of `python -m bench`, each as soon as it is known."""
     yield "the rows below take together about", "12 minutes"
     with tempfile.TemporaryDirectory() as name:
         trace = Path(name) / "hot-spot.jsonl"

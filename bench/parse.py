@@ -10,11 +10,11 @@ _MESSAGE = (
     'The quick brown fox jumps over the lazy dog; it says: "again".\nAnd so on, and on. ' * 19
 )
 _SIZES = ((1_900, 1), (8_000, 5), (34_000, 21), (272_000, 174), (450_000, 288))
-"""Bytes of the body, messages in it; the first of them is the system prompt."""
+"""Bytes of the body, and messages in it; the first of them is the system prompt."""
 
 
 def chat_body(size_bytes: int, messages: int) -> bytes:
-    """A chat of about `size_bytes`, one role after the other."""
+    """Return a chat of about `size_bytes` with alternating roles."""
     text = (_MESSAGE * 2)[: size_bytes // messages - 60]
     roles = ("system", *("user", "assistant") * messages)
     conversation = [{"role": role, "content": text} for role in roles[:messages]]
@@ -22,7 +22,9 @@ def chat_body(size_bytes: int, messages: int) -> bytes:
 
 
 def best_us(work: Callable[[], object], *, rounds: int = 100, budget_s: float = 0.2) -> float:
-    """Microseconds of one call: the best mean of `rounds`, each about `budget_s` / `rounds`."""
+    """Return the microseconds of one call: the best mean of `rounds`, each about `budget_s` /
+    `rounds`.
+    """
     started = perf_counter()
     work()
     calls = max(1, int(budget_s / rounds / (perf_counter() - started + 1e-9)))
@@ -36,7 +38,7 @@ def best_us(work: Callable[[], object], *, rounds: int = 100, budget_s: float = 
 
 
 def run() -> list[tuple[str, str]]:
-    """Rows of the table: what, microseconds."""
+    """Return rows of the table: what, microseconds."""
     rows = []
     for size_bytes, messages in _SIZES:
         body = chat_body(size_bytes, messages)

@@ -1,7 +1,7 @@
-"""A replica that is broken: `python -m bench.peer_flood PORT SECRET_FILE` floods until it is killed.
+"""A broken replica that floods until it is killed: `python -m bench.peer_flood PORT SECRET_FILE`.
 
-It has the secret, opens twenty connections to the replica at 127.0.0.1:PORT, each with an origin of
-its own, sends frames on all of them as fast as they are taken, and reads nothing.
+It has the secret and opens twenty connections to the replica at 127.0.0.1:PORT, each with an origin
+of its own. It sends frames on all of them as fast as they are accepted, and reads nothing.
 """
 
 import socket
@@ -28,7 +28,7 @@ def _connected(port: int, identity: Identity) -> Connection:
 
 
 def main(port: int, secret_file: Path) -> None:
-    """Until it is killed."""
+    """Flood until killed."""
     identities = [identity_of(secret_file.read_bytes().strip()) for _ in range(CONNECTIONS)]
     connections = [_connected(port, identity) for identity in identities]
     number = 0

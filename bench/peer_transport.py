@@ -1,8 +1,8 @@
-"""What a frame between replicas costs: sockets that are read once a beat, or asyncio's streams.
+"""Cost of a frame between replicas: sockets that are read once a beat, or asyncio's streams.
 
-Seven senders and one receiver in this process, a frame each every 20 ms; CPU of the whole process,
-less what the same beat costs with nothing to send. A stream is read by its callbacks, with a length
-before each frame.
+Seven senders and one receiver run in this process, with one frame each every 20 ms. The figure is
+the CPU of the whole process minus that of the same beat with nothing to send. Callbacks read a
+stream, with a length before each frame.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _LENGTH_BYTES = 4
 
 
 class Line:
-    """`send` gives a frame to every connection, `receive` counts those that came."""
+    """A transport: `send` gives a frame to every connection, `receive` counts received ones."""
 
     def __init__(self, send: Callable[[bytes], None], receive: Callable[[], int]) -> None:
         self.send = send
@@ -39,7 +39,7 @@ class Line:
 
 @asynccontextmanager
 async def _polled(*, encrypted: bool) -> AsyncIterator[Line]:
-    """As `epp/shell/peers/mesh` does it, without its housekeeping."""
+    """Open connections as `epp/shell/peers/mesh` does, without its housekeeping."""
 
     def identity() -> Identity:
         return identity_of(b"x" * 32) if encrypted else stranger()
@@ -151,7 +151,7 @@ async def _streams(*, encrypted: bool) -> AsyncIterator[Line]:
 
 
 async def _cost_us(line: Line, size_bytes: int) -> float:
-    """CPU a frame, at both ends together."""
+    """Return the CPU of a frame at both ends together, in microseconds."""
     frame = bytes(size_bytes)
     spent_s: list[float] = []
     came = 0
@@ -176,7 +176,7 @@ async def _measured(*, polled: bool, encrypted: bool, size_bytes: int) -> float:
 
 
 def run() -> Iterator[tuple[str, str]]:
-    """What, how much."""
+    """Yield rows (what, how much)."""
     for size_bytes, encrypted in product(SIZES_BYTES, (False, True)):
         polled, streams = (
             asyncio.run(_measured(polled=kind, encrypted=encrypted, size_bytes=size_bytes))

@@ -1,9 +1,8 @@
-"""What peers cost: to tell a decision, to learn one, and to take over all that a peer knows.
+"""Cost of peers: sending a decision, learning one, and taking over a peer's whole state.
 
-Prompts of 112 blocks, of which 94 are one of 150 preambles, over 100 endpoints, 40 decisions every
-20 ms: the published B2B workload at 2,000 requests a second. Times are those of the best
-such turn, as `bench/timing.py` has it, and of what is taken over of the whole. Transport is not
-included.
+Prompts have 112 blocks, of which 94 are one of 150 preambles, over 100 endpoints, with 40 decisions
+every 20 ms: the published B2B workload at 2,000 requests a second. Times are those of the best such
+turn, as in `bench/timing.py`, and of the whole for the takeover. Transport is not included.
 """
 
 import time
@@ -130,6 +129,6 @@ def _snapshot() -> list[tuple[str, str]]:
 
 
 def run() -> Iterator[tuple[str, str]]:
-    """What, how much."""
+    """Yield rows (what, how much)."""
     yield from _live()
     yield from _snapshot()

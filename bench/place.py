@@ -1,8 +1,8 @@
-"""A place to measure in: pods, `epp serve` and, if asked for, the real Envoy, each a process.
+"""Processes for measurements: pods, `epp serve` and optionally the real Envoy.
 
-The pods are plain HTTP servers (`python -m bench.place PORT`), because they are not what is
-measured: each answers a completion with its port, after as many seconds as the header `x-takes-s`
-says, and its metrics page is what `POST /page/KIND` chose last.
+The pods are plain HTTP servers (`python -m bench.place PORT`), because they are not measured. Each
+answers a completion with its port, after the seconds in the header `x-takes-s`. Its metrics page is
+the one that `POST /page/KIND` chose last.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ vllm:kv_cache_usage_perc 0.1
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody listens on; drawn together, so all different."""
+    """Return free ports of loopback; they are drawn together, so all are different."""
     held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports: list[int] = [one.getsockname()[1] for one in held]
     for one in held:
@@ -40,11 +40,11 @@ def free_ports(count: int) -> list[int]:
 
 
 class Place(Struct, frozen=True, kw_only=True):
-    """Where everything is."""
+    """The addresses of all processes."""
 
     folder: Path
     picker: str
-    """ "host:port" of ext_proc, in plaintext."""
+    """Address of ext_proc as "host:port", in plaintext."""
     gateway: str
     """URL of Envoy; "" if there is none."""
     pages: str
@@ -61,7 +61,7 @@ class Place(Struct, frozen=True, kw_only=True):
         return self.folder / "config.yaml"
 
     def resident_bytes(self) -> int:
-        """Of the picker, now."""
+        """Return the present resident memory of the picker."""
         for line in Path(f"/proc/{self.picker_pid}/status").read_text().splitlines():
             if line.startswith("VmRSS:"):
                 return int(line.split()[1]) * 1024
@@ -69,7 +69,7 @@ class Place(Struct, frozen=True, kw_only=True):
 
 
 def write_endpoints(file: Path, ports: Sequence[int]) -> None:
-    """The endpoints file of pods at `ports`, replaced in one go."""
+    """Replace the endpoints file by one with pods at `ports`, atomically."""
     rows = [{"name": f"pod-{port}", "address": "127.0.0.1", "port": port} for port in ports]
     beside = file.with_suffix(".new")
     beside.write_text(json.dumps({"endpoints": rows}))
@@ -77,9 +77,9 @@ def write_endpoints(file: Path, ports: Sequence[int]) -> None:
 
 
 class Pods:
-    """Async context manager: a pod at each of `ports` runs inside, unless it is ended.
+    """Async context manager that runs a pod at each of `ports`.
 
-    `module` is run with a port as its argument.
+    `module` is run with a port as its argument. A pod may be ended earlier.
     """
 
     def __init__(self, folder: Path, ports: Sequence[int], module: str = "bench.place") -> None:
@@ -115,7 +115,7 @@ class Pods:
             os.killpg(self._children[port].pid, number)
 
     async def kill(self, port: int) -> None:
-        """End it without a goodbye."""
+        """Kill the pod at `port` with SIGKILL."""
         self.send_signal(port, signal.SIGKILL)
         await self._running.pop(port).aclose()
 
@@ -124,7 +124,7 @@ class Pods:
 async def running(
     folder: Path, *, pods: int, envoy: bool, flags: Sequence[str] = (), config: str = ""
 ) -> AsyncIterator[Place]:
-    """Everything serving; gone afterwards."""
+    """Start everything; stop it at the end of the context."""
     gateway, admin, readiness, picker, health, metrics, *ports = free_ports(6 + pods)
     endpoints = folder / "endpoints.json"
     write_endpoints(endpoints, ports)
@@ -195,7 +195,7 @@ async def _is_ready(session: ClientSession, place: Place) -> bool:
 
 
 async def _serve_pod(port: int, pages: Mapping[str, Callable[[], bytes]]) -> None:
-    # Engines judge what clients send; here nothing is wrong with it.
+    # Engines judge the content of requests; these pods accept all.
     runner = web.AppRunner(_pod(port, pages), access_log=None, auto_decompress=False)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()

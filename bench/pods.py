@@ -1,4 +1,4 @@
-"""Metrics pages of many pods, served by one process that does not count in a measurement."""
+"""Metrics pages of many pods, served by one process that is not measured."""
 
 import asyncio
 import multiprocessing
@@ -22,7 +22,7 @@ class _Counter(Protocol):
 
 
 class Pages(Struct, frozen=True):
-    """Where they are, whose they are, and how many were sent."""
+    """The addresses and process of the pages, and how many were sent."""
 
     port: int
     pid: int
@@ -30,7 +30,7 @@ class Pages(Struct, frozen=True):
 
 
 class _Pod(asyncio.Protocol):
-    """Answers each request on a connection with the next of the answers, over and over."""
+    """A connection that answers each request with the next of the answers, cyclically."""
 
     def __init__(self, answers: Sequence[bytes], first: int, sent: _Counter) -> None:
         self._answers = islice(cycle(answers), first % len(answers), None)
@@ -49,7 +49,7 @@ class _Pod(asyncio.Protocol):
 
 
 def _answer(page: bytes) -> bytes:
-    """As the web server of vLLM answers."""
+    """Return an answer like that of vLLM's web server."""
     return (
         b"HTTP/1.1 200 OK\r\ndate: Mon, 01 Jun 2026 12:00:00 GMT\r\nserver: uvicorn\r\n"
         b"content-length: %d\r\ncontent-type: text/plain; version=0.0.4; charset=utf-8\r\n\r\n%s"
@@ -76,7 +76,7 @@ def _serve(
 
 
 def allow_open_files() -> None:
-    """A thousand kept connections are more than many a shell allows by default."""
+    """Raise the limit of open files; many shells allow fewer than a thousand kept connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < _OPEN_FILES <= hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (_OPEN_FILES, hard))
@@ -84,10 +84,12 @@ def allow_open_files() -> None:
 
 @contextmanager
 def served(pages: Sequence[bytes], cores: Collection[int] | None = None) -> Iterator[Pages]:
-    """A process on `cores` that serves `pages`; None: on those of this one."""
+    """Run a process on `cores` that serves `pages`; it uses this process's cores if `cores` is
+    None.
+    """
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    # One writer; whoever reads it may be late by a page.
+    # There is one writer; a reader may be late by a page.
     sent = cast("_Counter", spawn.Value("Q", 0, lock=False))
     given = pages, cores or os.sched_getaffinity(0), theirs, sent
     process = spawn.Process(target=_serve, args=given, daemon=True)

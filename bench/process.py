@@ -1,8 +1,8 @@
-"""Memory of the whole process: `epp serve` with 100 endpoints and an index that is full.
+"""Memory of the whole process: `epp serve` with 100 endpoints and a full index.
 
-`python -m bench.process` prints the row. In a fresh process the picker is made as the command makes
-it, its index is filled up (every endpoint with all the blocks it may hold unless its engine says
-less), and it serves for a moment before it is weighed.
+`python -m bench.process` prints the row. A new process creates the picker as the command does and
+fills its index: every endpoint has all blocks that it may have unless its engine reports less. The
+picker serves for a short time before its memory is measured.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ async def _weigh(picker: EndpointPicker) -> int:
 
 
 def full_picker() -> dict[str, int]:
-    """Bytes of this process, and (block, endpoint) pairs in its index."""
+    """Return the bytes of this process, and the (block, endpoint) pairs in its index."""
     endpoints = [
         {"name": f"pod-{number}", "address": f"127.0.1.{number}", "port": 9, "metrics": False}
         for number in range(ENDPOINTS)
@@ -62,7 +62,7 @@ def full_picker() -> dict[str, int]:
 
 
 def run() -> list[tuple[str, str]]:
-    """Rows (what, how much) for the table of `python -m bench`."""
+    """Return rows (what, how much) for the table of `python -m bench`."""
     root = Path(__file__).resolve().parent.parent
     command = [sys.executable, "-m", "bench.process", "full"]
     answer = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)

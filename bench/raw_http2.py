@@ -1,9 +1,10 @@
-"""HTTP/2 by hand: what a hostile or hurried gateway can send, without the cost of a gRPC client.
+"""An HTTP/2 client that can send what a hostile or hurried gateway sends, cheaper than a gRPC
+client.
 
-A `RawConnection` opens streams by the thousand, each with the messages of an ext_proc request, or
-resets them as soon as they are open (rapid reset). It honours flow control, and of what comes back
-it keeps how each stream ended. Header blocks are literals without indexing and every one is the
-same, so that the client costs a few microseconds a stream.
+A `RawConnection` opens thousands of streams, each with the messages of an ext_proc request, or
+resets them as soon as they are open (rapid reset). It honours flow control, and records how each
+stream ended. Header blocks are literals without indexing and all the same, so the client takes a
+few microseconds per stream.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ FRAME_BYTES_MAX: Final = 16_384
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """One HTTP/2 frame."""
+    """Return one HTTP/2 frame."""
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
 
 
@@ -39,7 +40,7 @@ def _literal(name: str, value: str) -> bytes:
 
 
 def header_block(**fields: str) -> bytes:
-    """Pseudo headers by their names without the colon; of others "_" stands for "-"."""
+    """Encode headers. Pseudo headers are named without the colon; "_" in other names means "-"."""
     pseudo = ("method", "scheme", "path", "authority")
     return b"".join(
         _literal(f":{name}" if name in pseudo else name.replace("_", "-"), value)
@@ -58,7 +59,7 @@ EXT_PROC: Final = header_block(
 
 
 def grpc_message(message: bytes) -> bytes:
-    """`message` as gRPC frames it, uncompressed."""
+    """Return `message` in gRPC framing, uncompressed."""
     return struct.pack(">BI", 0, len(message)) + message
 
 
@@ -74,14 +75,14 @@ class RawConnection:
         self._next = 1
         self._window_bytes = WINDOW_BYTES
         self.stream_window_bytes = WINDOW_BYTES
-        """Of each stream at its beginning, as the peer's settings say."""
+        """Initial window of each stream, from the peer's settings."""
         self._waiting: deque[bytes] = deque()
         self.answered: dict[int, bytes] = {}
         self.ended: set[int] = set()
         self.resets: dict[int, int] = {}
-        """Stream -> error code of the RST_STREAM that came for it."""
+        """Stream -> error code of its RST_STREAM."""
         self.goaways: list[int] = []
-        """The last stream that each GOAWAY says is served."""
+        """Last served stream of each GOAWAY."""
         self.answers_pings = True
         self._pings: list[bytes] = []
         self.closed = False
@@ -92,8 +93,9 @@ class RawConnection:
     async def open(
         cls, port: int, headers: bytes = EXT_PROC, *, stream_window_bytes: int = WINDOW_BYTES_MAX
     ) -> "RawConnection":
-        """Connect in plaintext on loopback; every stream will have the block `headers`, and may be
-        answered with `stream_window_bytes`.
+        """Connect in plaintext on loopback.
+
+        Every stream has the block `headers`, and may be answered with `stream_window_bytes`.
         """
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         settings = struct.pack(">HI", INITIAL_WINDOW_SIZE, stream_window_bytes)
@@ -102,16 +104,17 @@ class RawConnection:
         return cls(reader, writer, headers)
 
     async def close(self) -> None:
-        """Leave without a goodbye."""
+        """Close the connection without a GOAWAY."""
         self._reading.cancel()
         self._writer.close()
         with suppress(asyncio.CancelledError, OSError):
             await self._reading
 
     def open_streams(self, count: int, messages: Sequence[bytes] = ()) -> list[int]:
-        """Open `count` streams in one go and send `messages` and a half-close on each.
+        """Open `count` streams at once and send `messages` and a half-close on each.
 
-        Headers of all go before the first message of any. Without messages the streams stay open.
+        The headers of all streams precede the first message of any. Streams without messages stay
+        open.
         """
         streams = [self._next + 2 * number for number in range(count)]
         self._next += 2 * count
@@ -123,7 +126,7 @@ class RawConnection:
         return streams
 
     def send(self, stream: int, messages: Sequence[bytes]) -> None:
-        """Send `messages` and a half-close on a stream that is open."""
+        """Send `messages` and a half-close on an open stream."""
         payload = b"".join(map(grpc_message, messages))
         self._waiting.append(frame(DATA, END_STREAM, stream, payload))
         self._send_data()
@@ -133,13 +136,14 @@ class RawConnection:
         self.pour(stream, b"".join(map(grpc_message, messages)))
 
     async def changed(self) -> None:
-        """Until a window has grown, a stream got something, or the connection is over."""
+        """Wait until a window has grown, a stream got something, or the connection is over."""
         self._changed.clear()
         await self._changed.wait()
 
     def pour(self, stream: int, payload: bytes, *, end: bool = False) -> None:
-        """Send `payload`, whatever it is, in full frames as the connection's window allows; that of
-        the stream is the caller's business.
+        """Send `payload` in full frames as the connection's window allows.
+
+        The caller observes the window of the stream.
         """
         for start in range(0, len(payload), FRAME_BYTES_MAX):
             piece = payload[start : start + FRAME_BYTES_MAX]
@@ -149,11 +153,11 @@ class RawConnection:
 
     @property
     def stuck(self) -> bool:
-        """There is something to send that the connection's window does not allow."""
+        """Return True if there is data that the connection's window does not allow to send."""
         return bool(self._waiting)
 
     def write(self, frames: bytes) -> None:
-        """Send `frames` as they are."""
+        """Send `frames` unchanged."""
         self._writer.write(frames)
 
     def open_and_reset(self, count: int) -> None:
@@ -167,23 +171,25 @@ class RawConnection:
         self._writer.write(b"".join(parts))
 
     def answer_pings(self) -> None:
-        """Acknowledge those that wait for it; a server learns by it what we had read when."""
+        """Acknowledge waiting PINGs, from which a server learns when we had read how much."""
         self._writer.write(b"".join(frame(PING, ACK, 0, payload) for payload in self._pings))
         self._pings.clear()
 
     async def flushed(self) -> None:
-        """Until the peer has taken most of what was written."""
+        """Wait until the peer has taken most of the written data."""
         await self._writer.drain()
 
     async def all_ended(self, streams: Sequence[int], timeout_s: float) -> None:
-        """Until every one of `streams` is over, or the connection is; raises `TimeoutError`."""
+        """Wait until all of `streams`, or the connection, are over. Raise `TimeoutError` if it
+        takes longer.
+        """
         async with asyncio.timeout(timeout_s):
             while not self.closed and not self.ended.issuperset(streams):
                 self._changed.clear()
                 await self._changed.wait()
 
     def lost(self, streams: Sequence[int]) -> int:
-        """How many of `streams` ended, or were cut, without an answer."""
+        """Return how many of `streams` ended, or were cut, without an answer."""
         return sum(not (stream in self.answered and stream in self.ended) for stream in streams)
 
     def _send_data(self) -> None:

@@ -1,10 +1,10 @@
-"""Weights changed under load, through a real Envoy: how soon they count and what it costs.
+"""Change weights under load, through a real Envoy: delay and cost.
 
-`python -m bench.reload` prints the rows. Envoy as `epp envoy-config` sets it up, `epp serve` and
-two HTTP servers in the place of pods are processes of their own. One pod holds the prompt, the
-other one has the shorter queue, so the weights decide. `REQUESTS_PER_S` are sent whatever the
-answers do; after `SWAP_AFTER_S` the configuration is changed as the kubelet changes it, by one
-rename of a link. The pod that answers tells which weights decided.
+`python -m bench.reload` prints the rows. Envoy as `epp envoy-config` configures it, `epp serve` and
+two HTTP servers as pods are processes of their own. One pod has cached the prompt and the other has
+the shorter queue, so the weights decide. `REQUESTS_PER_S` are sent whatever the answers are. The
+configuration is changed after `SWAP_AFTER_S` as the kubelet changes it, by one rename of a link.
+The answering pod shows which weights decided.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ LASTS_S = 10
 SWAP_AFTER_S = 3
 READY_S_MAX = 30.0
 WAITING = 10
-"""Requests that the busier pod says are waiting."""
+"""Waiting requests that the busier pod reports."""
 BODY = json.dumps({"model": "m", "prompt": "once upon a time in a land far away " * 100}).encode()
 
 _CONFIG = """\
@@ -48,7 +48,9 @@ schedulingProfiles:
 
 
 async def _pod(port: int) -> None:
-    """A server that says its port, and how many requests wait: as many as /waiting/N said last."""
+    """Run a server that returns its port, and reports as many waiting requests as the last
+    /waiting/N said.
+    """
     waiting = 0
 
     async def say(request: web.Request) -> web.Response:
@@ -81,7 +83,7 @@ async def _pod(port: int) -> None:
 
 
 class _Answered:
-    """What came of one request."""
+    """The result of one request."""
 
     def __init__(self, asked_s: float, answered_s: float, pod: str, problem: str) -> None:
         self.asked_s = asked_s
@@ -103,7 +105,7 @@ async def _ask(session: ClientSession, url: str) -> _Answered:
 
 
 async def _load(session: ClientSession, url: str) -> list[_Answered]:
-    """`REQUESTS_PER_S` for `LASTS_S`."""
+    """Send `REQUESTS_PER_S` for `LASTS_S`."""
     started_s = time.monotonic()
     asked = []
     for number in range(REQUESTS_PER_S * LASTS_S):
@@ -115,7 +117,7 @@ async def _load(session: ClientSession, url: str) -> list[_Answered]:
 
 
 def _mount(folder: Path, version: int, text: str) -> Path:
-    """The file of a mounted ConfigMap, now with `text`."""
+    """Return the file of a mounted ConfigMap, now with `text`."""
     data = folder / f"..{version}"
     data.mkdir()
     (data / "config.yaml").write_text(text)
@@ -129,7 +131,9 @@ def _mount(folder: Path, version: int, text: str) -> Path:
 
 @contextlib.asynccontextmanager
 async def _running(folder: Path, config: Path) -> AsyncIterator[tuple[str, list[str], str]]:
-    """(URL of the gateway, ports of the pods, URL of the picker's pages), all serving."""
+    """Yield (URL of the gateway, ports of the pods, URL of the picker's pages) of serving
+    processes.
+    """
     ports = free_ports(8)
     gateway, admin, readiness, picker, health, metrics, *pods = map(str, ports)
     endpoints = folder / "endpoints.json"
@@ -170,7 +174,7 @@ async def _running(folder: Path, config: Path) -> AsyncIterator[tuple[str, list[
 
 
 async def _until_waiting(session: ClientSession, pages: str, expected: list[int]) -> None:
-    """Until the picker has scraped this; `TimeoutError` if that takes too long."""
+    """Wait until the picker has scraped this. Raise `TimeoutError` if it takes too long."""
     async with asyncio.timeout(READY_S_MAX):
         while True:
             with contextlib.suppress(ClientError):
@@ -182,7 +186,7 @@ async def _until_waiting(session: ClientSession, pages: str, expected: list[int]
 
 
 async def _until_answered(session: ClientSession, gateway: str) -> None:
-    """Until Envoy and the picker know each other; `TimeoutError` if that takes too long."""
+    """Wait until Envoy and the picker are connected. Raise `TimeoutError` if it takes too long."""
     async with asyncio.timeout(READY_S_MAX):
         while True:
             if not (await _ask(session, gateway)).problem:
@@ -191,7 +195,7 @@ async def _until_answered(session: ClientSession, gateway: str) -> None:
 
 
 async def _measure() -> list[_Answered | float]:
-    """When the weights were changed, then every answer."""
+    """Return the time at which the weights were changed, then every answer."""
     with tempfile.TemporaryDirectory(prefix="homing-reload-") as name:
         folder = Path(name)
         mounted = folder / "mounted"
@@ -227,7 +231,7 @@ def _p99_ms(answers: list[_Answered]) -> float:
 
 
 def run() -> list[tuple[str, str]]:
-    """Rows (what, how much) for the table of `python -m bench`."""
+    """Return rows (what, how much) for the table of `python -m bench`."""
     swapped_s, *answers = asyncio.run(_measure())
     assert isinstance(swapped_s, float)
     told = [answer for answer in answers if isinstance(answer, _Answered)]
@@ -237,7 +241,7 @@ def run() -> list[tuple[str, str]]:
     assert {answer.pod for answer in before} == {old}, "the prefix decides before the change"
     anew_s = min(answer.answered_s for answer in told if answer.pod not in {old, ""})
     around = [answer for answer in told if 0 <= answer.asked_s - swapped_s <= 2]
-    # A machine that cannot carry the load at all fails here too: say how.
+    # A machine that is too slow for the load fails here too, so the error says how.
     failures = f"{len(failed)} ({failed[0].problem})" if failed else "0"
     what = f"weights changed at {REQUESTS_PER_S}/s through Envoy: "
     return [

@@ -1,8 +1,8 @@
 """Speed of the simulator: the Mooncake conversation hour, eight pods, the default scheduler.
 
-The hour is replayed in turn without decisions, with them, and with hit ceilings besides, as `sim replay`
-does it with `--no-decisions`, `--decisions --no-ceilings` and `--decisions`; what those cost is a ratio
-of the least CPU of each.
+The hour is replayed alternately without decisions, with them, and with hit ceilings too, as `sim
+replay` does with `--no-decisions`, `--decisions --no-ceilings` and `--decisions`. The cost of these
+is a ratio of the least CPU of each.
 """
 
 import os
@@ -29,7 +29,7 @@ _TURNS = 8
 
 
 def run() -> list[tuple[str, str]]:
-    """Rows of the table: what, how much. The trace is looked for as in the tests."""
+    """Return rows (what, how much). The trace is looked up as in the tests."""
     beside = Path(__file__).parents[2] / "shared"
     trace = Path(os.environ.get("HOMING_SHARED", beside)) / _TRACE
     if not trace.is_file():
@@ -43,7 +43,7 @@ def run() -> list[tuple[str, str]]:
     for _ in range(_TURNS):
         plain.append(_replayed(settings, decisions=False))
         if len(plain) == 1:
-            # Later turns have more in memory than one replay needs.
+            # Later runs have more in memory than one replay needs.
             peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         told.append(_replayed(settings, decisions=True))
         ceilings.append(_replayed(settings, decisions=True, ceilings=True))

@@ -1,4 +1,4 @@
-"""What one plugin costs: `python -m bench.scoring`."""
+"""Cost of one plugin: `python -m bench.scoring`."""
 
 from collections.abc import Callable, Mapping
 from random import Random
@@ -32,7 +32,7 @@ NEEDED: Mapping[str, Mapping[str, Any]] = {
         "algorithm": {"type": "linear_lower_is_better"},
     },
 }
-"""Parameters of plugins that do not do without."""
+"""Required parameters of plugins."""
 DEFAULT_WEIGHTS = {
     "prefix-cache-scorer": 3.0,
     "queue-scorer": 2.0,
@@ -43,7 +43,9 @@ DEFAULT_WEIGHTS = {
 
 
 def pool(*, adapters: bool) -> Candidates:
-    """Busy endpoints, all scraped a moment ago, some of which hold some of the prompt."""
+    """Return busy endpoints, all scraped just before, some of which have cached some of the
+    prompt.
+    """
     random = np.random.default_rng(1)
     columns = Columns()
     for number in range(ENDPOINTS):
@@ -85,7 +87,7 @@ def pool(*, adapters: bool) -> Candidates:
 
 
 def run() -> list[tuple[str, str]]:
-    """Microseconds a call, by plugin, each on its own and warm; in a decision it costs twice that."""
+    """Return microseconds per call by plugin, each alone and warm; a decision takes twice as long."""
     request = InferenceRequest(
         request_id="one",
         model="adapter-1",

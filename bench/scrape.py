@@ -1,10 +1,10 @@
-"""What scraping costs: CPU share of the scraper at two pool sizes, and of reading one page.
+"""Cost of scraping: the scraper's CPU share at two pool sizes, and the cost of reading one page.
 
-The pods are one process that does not count. They send the pages of a simulated engine under load,
-which have the layout of vLLM 0.32, one every half second of its time: from scrape to scrape gauges,
-counters and histograms change, and with them the lengths of lines. A page is as large as the
-engine's model name is long, which stands on each of its lines: 51 KB with the short name, as the
-recorded page of a real engine has it, and 60 KB with the long one.
+The pods are one process that is not measured. They send the pages of a simulated engine under load,
+in the layout of vLLM 0.32, one for every half second of its time. Gauges, counters, histograms and
+the lengths of lines change from scrape to scrape. The length of the engine's model name, which is
+in each of its lines, determines the size of a page: 51 KB with the short name, as in the recorded
+page of a real engine, and 60 KB with the long one.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ _IDLE = re.compile(rb"(?m)^(vllm:num_requests_(?:waiting|running){[^}]*}) .*$")
 
 
 def live_pages(model: str) -> list[bytes]:
-    """What one busy engine shows, scrape after scrape."""
+    """Return the pages that one busy engine shows, scrape after scrape."""
     random = Random(1)
     settings = EngineSettings(blocks_total=27_214, block_size_tokens=16)
     engine = Engine(settings, find_profile(DEFAULT_PROFILE))
@@ -79,7 +79,7 @@ def live_pages(model: str) -> list[bytes]:
 
 
 def _cpu_share(port: int, endpoints: int, *, adaptive: bool = False) -> str:
-    """On the event loop of `epp serve`."""
+    """Return the CPU share on the event loop of `epp serve`."""
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_scrape(port, endpoints, adaptive=adaptive))
 
@@ -125,7 +125,9 @@ def _read_us(pages: Sequence[bytes]) -> float:
 
 
 def _rows(model: str, pools: Sequence[tuple[int, int]]) -> list[tuple[str, str]]:
-    """One row for reading, one for each of `pools`: endpoints, and milliseconds between scrapes."""
+    """Return one row for reading, and one for each of `pools`: endpoints, and milliseconds between
+    scrapes.
+    """
     pages = live_pages(model)
     size = f"pages of {len(pages[0]) / 1000:.0f} KB"
     with served(pages) as pods:
@@ -147,7 +149,7 @@ def _rows(model: str, pools: Sequence[tuple[int, int]]) -> list[tuple[str, str]]
 
 
 def run() -> list[tuple[str, str]]:
-    """(what, how much) a row."""
+    """Return rows (what, how much)."""
     allow_open_files()
     return [
         *_rows(_SHORT_NAME, [(100, 200), (1000, 500)]),

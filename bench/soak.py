@@ -1,13 +1,13 @@
-"""`make soak`: ten minutes of ordinary load through the real Envoy while everything changes.
+"""Ten minutes of ordinary load through the real Envoy while everything changes: `make soak`.
 
-`python -m bench.soak [--minutes M] [--rate-per-s R]`. Pods are killed and come back, their metrics
-pages turn into none, the configuration and the endpoints file are replaced, by good ones and by
-broken ones, and requests go on meanwhile. What is lost is split by whose fault it is: an empty 500
-is the picker's, and so is a refusal; 502, 503 and 504 of Envoy and broken answers are those of pods
-that died under a request. Exit code 1 if the picker cost a request, if its memory grew by 3 % or
-more after the first minute, or if it still counts a request or a stream when all have ended.
+The command is `python -m bench.soak [--minutes M] [--rate-per-s R]`. Pods are killed and return,
+their metrics pages become invalid, and the configuration and the endpoints file are replaced by
+valid and invalid ones, while requests continue. Losses are split by cause. An empty 500 or a
+refusal is the picker's; 502, 503 and 504 of Envoy and broken answers belong to pods that died
+during a request. The exit code is 1 if the picker lost a request, if its memory grew by 3 % or more
+after the first minute, or if it still counts a request or a stream when all have ended.
 
-With `--peers` it is an hour of three pickers that are killed and frozen: `bench/soak_peers`.
+It is an hour of three pickers that are killed and frozen with `--peers`: `bench/soak_peers`.
 """
 
 import argparse
@@ -47,13 +47,13 @@ GROWTH_MAX = 0.03
 WARM_S = 60.0
 ASK_S_MAX = 30.0
 SETTLE_S_MAX = 20.0
-"""After the last answer, before what the picker still counts is called stuck."""
+"""Seconds after the last answer until remaining counts are reported as stuck."""
 TRUE_PAGE = PAGE.format(waiting=0).encode()
 _OPEN = {
     "homing_inflight_requests": "requests in flight by the picker's count",
     "homing_extproc_streams_inflight": "ext_proc streams open",
 }
-"""Gauge -> what of it is left once all load has ended."""
+"""Gauge -> description of its remainder once all load has ended."""
 _CONFIG = """\
 apiVersion: llm-d.ai/v1alpha1
 kind: EndpointPickerConfig
@@ -74,7 +74,7 @@ schedulingProfiles:
 
 
 class Soak:
-    """What is under way, and what came of it."""
+    """The state of a soak, and its results."""
 
     def __init__(self, place: Place, seed: int) -> None:
         self.place = place
@@ -90,7 +90,7 @@ class Soak:
         ]
 
     async def ask(self, session: ClientSession) -> None:
-        """One request and whose fault it is if it fails."""
+        """Send one request, and record the cause if it fails."""
         prompt = self._random.choice(self._prompts)
         url = f"{self.place.gateway}/v1/completions"
         headers = {"x-takes-s": f"{self._random.expovariate(1 / 0.1):.3f}"}
@@ -104,14 +104,14 @@ class Soak:
             self.told[f"pods: {type(error).__name__}"] += 1
 
     async def every(self, mean_s: float, name: str, change: Callable[[], Awaitable[None]]) -> None:
-        """Change something again and again, until cancelled."""
+        """Change something repeatedly, until cancelled."""
         while True:
             await asyncio.sleep(self._random.uniform(0.5, 1.5) * mean_s)
             await change()
             self.changes[name] += 1
 
     async def kill(self) -> None:
-        """A pod dies and comes back three seconds later."""
+        """Kill a pod and start it again three seconds later."""
         port = self._random.choice(self.place.pods.ports)
         await self.place.pods.kill(port)
         await ClosedPort("killed pod", port).during()
@@ -119,7 +119,7 @@ class Soak:
         await self.place.pods.start(port)
 
     async def turn(self, session: ClientSession) -> None:
-        """A pod's metrics page is none for five seconds."""
+        """Make a pod's metrics page invalid for five seconds."""
         port = self._random.choice(self.place.pods.ports)
         for kind, wait_s in ((self._random.choice(list(PAGES)), 5.0), ("usual", 0.0)):
             try:
@@ -133,7 +133,7 @@ class Soak:
             await asyncio.sleep(wait_s)
 
     async def reconfigure(self) -> None:
-        """Other weights; one time in four a document that cannot be used."""
+        """Change the weights; every fourth document is invalid."""
         text = _CONFIG.format(weight=self._random.randint(1, 5))
         good = self._random.random() < 0.75
         text = text if good else text[:-40]
@@ -153,7 +153,7 @@ class Soak:
         )
 
     async def rearrange(self) -> None:
-        """One endpoint less, and back; one time in four a file that cannot be used."""
+        """Remove one endpoint and restore it; every fourth file is invalid."""
         file, ports = self.place.endpoints_file, self.place.pods.ports
         if self._random.random() < 0.25:
             refused = self._refused_endpoints()
@@ -177,7 +177,7 @@ class Soak:
         write_endpoints(file, ports)
 
     async def _reloads(self, good: bool) -> float:
-        """Return how many configurations the picker has applied, or has refused."""
+        """Return how many configurations the picker has applied, or has rejected."""
         labels = {"result": "success" if good else "failure"}
         name = "homing_config_reloads_total"
         return await metric(self.place.pages, name, labels, absent=0.0)
@@ -191,7 +191,7 @@ class Soak:
             return len((await response.json())["endpoints"])
 
     def _refused_endpoints(self) -> int:
-        """Return how often the picker's log says that it refused the endpoints file."""
+        """Return how often the picker's log says that it rejected the endpoints file."""
         log = self.place.folder / "epp.log"
         return log.read_text().count("endpoints refused")
 
@@ -200,7 +200,7 @@ class Soak:
 
 
 async def _require_other_page(session: ClientSession, port: int, kind: str) -> None:
-    """Require that a pod's metrics page differs from the true one. Raises `NoEffectError`."""
+    """Require that a pod's metrics page differs from the true one. Raise `NoEffectError` if not."""
     page = b""
     async with session.get(f"http://127.0.0.1:{port}/metrics") as response:
         async for chunk in response.content.iter_any():
@@ -216,9 +216,9 @@ async def _require_other_page(session: ClientSession, port: int, kind: str) -> N
 
 
 async def soak(minutes: float, rate_per_s: float, transport: str) -> int:
-    """Soak for `minutes`, print what was found and return the exit code.
+    """Soak for `minutes`, print the results and return the exit code.
 
-    Raises `NoEffectError` if a change has no effect at the changed part.
+    Raise `NoEffectError` if a change has no effect at the changed part.
     """
     with tempfile.TemporaryDirectory(prefix="homing-soak-") as name:
         folder = Path(name)
@@ -233,7 +233,7 @@ async def soak(minutes: float, rate_per_s: float, transport: str) -> int:
 
 
 async def _open_at_the_end(place: Place) -> dict[str, int]:
-    """What of `_OPEN` the metrics page shows: 0 each, or what is left after some time."""
+    """Return the values of `_OPEN` on the metrics page: 0 each, or the remainder after some time."""
     deadline_s = time.monotonic() + SETTLE_S_MAX
     async with ClientSession() as session:
         while True:
@@ -245,9 +245,9 @@ async def _open_at_the_end(place: Place) -> dict[str, int]:
 
 
 def open_on(page: str) -> dict[str, int]:
-    """Requests and streams that are open by a metrics page, all endpoints together.
+    """Return open requests and streams on a metrics page, all endpoints together.
 
-    Raises `KeyError` if the page does not tell.
+    Raise `KeyError` if the page does not contain them.
     """
     shown = {family.name: family.samples for family in text_string_to_metric_families(page)}
     return {what: int(sum(one.value for one in shown[gauge])) for gauge, what in _OPEN.items()}
@@ -317,7 +317,7 @@ def _tell(soak: Soak, left: Mapping[str, int], log: Path) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Soak and tell."""
+    """Soak and print the results."""
     parser = argparse.ArgumentParser(prog="python -m bench.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, help="default: 10, with --peers 60")
     parser.add_argument("--peers", action="store_true", help="three pickers, killed and frozen")

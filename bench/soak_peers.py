@@ -1,17 +1,18 @@
-"""`python -m bench.soak --peers`: pickers are killed and frozen while they have much to tell each other.
+"""Pickers that are killed and frozen while they have much to share: `python -m bench.soak
+--peers`.
 
-Three pickers (`epp serve`, a process each, with one secret) behind the real Envoy, six pods, ordinary
-load and bursts. At random, and each just after a burst, so that frames wait at every side:
+Three pickers (`epp serve`, a process each, with one secret) run behind the real Envoy, with six
+pods, ordinary load and bursts. These faults come at random, each just after a burst, so that frames
+wait on every side:
 
-- a picker is killed (SIGKILL) and started again, or stopped for three seconds (SIGSTOP, SIGCONT);
-- a pod is killed or stopped likewise;
-- a broken replica with the secret, and strangers without one, flood a picker and are killed.
+- A picker is killed (SIGKILL) and started again, or stopped for three seconds (SIGSTOP, SIGCONT).
+- A pod is killed or stopped in the same way.
+- A broken replica with the secret, and strangers without one, flood a picker and are killed.
 
-The first picker is only ever stopped, so that its memory is that of the whole time. What must not
-be: a picker that ends by itself, for whatever reason, or says "Assertion failed"; memory of the
-first that grows by 10 % or more after the first fifth; a picker that is not ready, or a peer that is
-not heard, when all has been quiet for some seconds. What is lost of requests is told by whose fault
-it is, and what was missed among peers and told again.
+The first picker is only stopped, so its memory covers the whole time. A run fails if a picker ends
+by itself or reports "Assertion failed". It also fails if the memory of the first grows by 10 % or
+more after the first fifth, or if a picker is not ready, or a peer is not received, after some quiet
+seconds. The report splits lost requests by cause, and lists missed and repeated messages of peers.
 """
 
 import asyncio
@@ -68,11 +69,11 @@ _COUNTED: Final = {
     "homing_peer_records_total": "records learnt",
     "homing_peer_claims_cut_total": "claims cut",
 }
-"""Counter -> what it is called in the table; of records those that were applied."""
+"""Counter -> name in the table; for records those that were applied."""
 
 
 class Ports(Struct, frozen=True):
-    """Of one picker."""
+    """The ports of one picker."""
 
     grpc: int
     health: int
@@ -81,7 +82,7 @@ class Ports(Struct, frozen=True):
 
 
 class Picker:
-    """One `epp serve`, started again whenever it was killed."""
+    """One `epp serve`, started again after each kill."""
 
     def __init__(self, number: int, ports: Ports, command: Sequence[str], folder: Path) -> None:
         self.number = number
@@ -89,16 +90,16 @@ class Picker:
         self.log = folder / f"picker-{number}.log"
         self.resident: list[tuple[float, int]] = []
         self.counted: Counter[str] = Counter()
-        """Of all its lives, as far as its page told before each end."""
+        """Counts over all its processes, as far as its page showed them before each end."""
         self.failures: list[str] = []
-        """How it ended by itself."""
+        """Ways in which it ended by itself."""
         self.lives = 0
         self._command = tuple(command)
         self._seen: Counter[str] = Counter()
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
         self._ours = False
-        """We are killing it."""
+        """True while the harness kills it."""
 
     @property
     def pages(self) -> str:
@@ -106,7 +107,7 @@ class Picker:
 
     @property
     def pid(self) -> int:
-        """Process id of the present life; it was started."""
+        """Return the process id of the present process, which must have started."""
         assert self._process is not None, "the picker was started"
         return self._process.pid
 
@@ -140,14 +141,14 @@ class Picker:
                 os.killpg(self._process.pid, number)
 
     async def end(self, number: signal.Signals) -> None:
-        """By our own hand."""
+        """End the picker on purpose."""
         self._ours = self._ours or self.runs
         self.send_signal(number)
         if self._watch is not None:
             await self._watch
 
     def weigh(self) -> None:
-        """Read how much memory it has."""
+        """Read its present memory."""
         if self._process is None or not self.runs:
             return
         with contextlib.suppress(OSError):
@@ -156,7 +157,7 @@ class Picker:
                     self.resident.append((time.monotonic(), int(line.split()[1]) * 1024))
 
     def count(self, page: str) -> None:
-        """Add what the counters of `page` rose by since the last one of this life."""
+        """Add the increase of the counters on `page` since the last one of this process."""
         seen = _counters(page)
         self.counted.update({what: n - self._seen[what] for what, n in seen.items()})
         self._seen = seen
@@ -173,7 +174,7 @@ def _counters(page: str) -> Counter[str]:
 
 
 class PeerSoak:
-    """What is under way, and what came of it."""
+    """The state of a soak with peers, and its results."""
 
     def __init__(
         self, gateway: str, pods: Pods, pickers: Sequence[Picker], secret: Path, seed: int
@@ -196,7 +197,7 @@ class PeerSoak:
     # Load.
 
     async def load(self, session: ClientSession, lasts_s: float) -> None:
-        """Requests at an even rate."""
+        """Send requests at an even rate."""
         started_s = time.monotonic()
         for number in itertools.count():
             due_s = started_s + number / RATE_PER_S
@@ -206,7 +207,7 @@ class PeerSoak:
             self.ask(session)
 
     def burst(self, session: ClientSession) -> None:
-        """Many at once: what pickers have to tell waits at every side."""
+        """Send many requests at once, so that messages of pickers wait on every side."""
         for _ in range(BURST_REQUESTS):
             self.ask(session)
 
@@ -234,10 +235,12 @@ class PeerSoak:
         while self._asking:
             await asyncio.wait(tuple(self._asking))
 
-    # What goes wrong.
+    # Faults.
 
     async def trouble(self, session: ClientSession, stop: asyncio.Event) -> None:
-        """One thing after the other, each just after a burst, until `stop`; the last is undone too."""
+        """Play one fault after the other, each just after a burst, until `stop`; the last is
+        undone too.
+        """
         kinds: dict[str, Callable[[], Awaitable[None]]] = {
             "picker killed": self._kill_picker,
             "picker stopped": self._stop_picker,
@@ -269,7 +272,7 @@ class PeerSoak:
             await asyncio.sleep(STALL_S)
 
     async def _stop_and_kill(self) -> None:
-        """A peer dies whose frames wait at one that stands still."""
+        """Kill a peer whose frames wait at a stopped picker."""
         victim = self._random.choice(self._pickers)
         async with _stopped(victim.pid, victim.send_signal):
             await asyncio.sleep(self._random.uniform(0.1, 1.0))
@@ -316,7 +319,7 @@ class PeerSoak:
             await flood.wait()
 
     async def _flood_stopped(self) -> None:
-        """It floods, and leaves while nobody reads."""
+        """Let a broken replica flood a stopped picker and leave."""
         victim = self._random.choice(self._pickers)
         flooding = asyncio.create_task(self._flood(victim))
         await asyncio.sleep(FLOOD_S)
@@ -325,7 +328,7 @@ class PeerSoak:
             await asyncio.sleep(STALL_S)
 
     async def _strangers(self) -> None:
-        """Connections that say nothing, nonsense, or leave at once."""
+        """Open connections that send nothing, invalid data, or close at once."""
         victim = self._random.choice(self._pickers)
         writers: list[asyncio.StreamWriter] = []
         for number in range(STRANGERS):
@@ -347,7 +350,7 @@ class PeerSoak:
             writer.transport.abort()
 
     async def watch(self, session: ClientSession) -> None:
-        """Weigh the pickers and read their counters, until cancelled."""
+        """Measure the pickers' memory and read their counters, until cancelled."""
         while True:
             await asyncio.gather(*(self.look_at(session, picker) for picker in self._pickers))
             await asyncio.sleep(WEIGH_S)
@@ -362,7 +365,7 @@ class PeerSoak:
 
 
 def fault(status: int, text: str) -> str:
-    """Whose fault an answer is."""
+    """Return the cause of an answer."""
     if status == 200:
         return "served"
     if '"code"' in text:
@@ -374,7 +377,7 @@ def fault(status: int, text: str) -> str:
 
 @contextlib.asynccontextmanager
 async def _stopped(pid: int, send: Callable[[signal.Signals], None]) -> AsyncIterator[None]:
-    """Stop a process inside; raises `NoEffectError` on entry if it goes on."""
+    """Stop a process during the context. Raise `NoEffectError` on entry if it continues."""
     send(signal.SIGSTOP)
     try:
         await StoppedProcess(pid).during()
@@ -400,7 +403,7 @@ def connections_from(pid: int, port: int) -> int:
     )
 
 
-# Start, end and what is told.
+# Start, end and report.
 
 
 @contextlib.asynccontextmanager
@@ -454,8 +457,9 @@ async def _everything(folder: Path, seed: int) -> AsyncIterator[tuple[PeerSoak, 
 async def _settled(
     session: ClientSession, gateway: str, pickers: Sequence[Picker], wait_s: float
 ) -> list[str]:
-    """Wait until the gateway serves, and each picker has all pods and hears all others; what is
-    still missing.
+    """Wait until the gateway serves and each picker has all pods and receives all others.
+
+    Return what is still missing.
     """
     deadline_s = time.monotonic() + wait_s
     while True:
@@ -495,7 +499,7 @@ async def _unsettled(session: ClientSession, picker: Picker) -> str:
 
 
 async def soak(minutes: float, seed: int, folder: Path) -> "Outcome":
-    """Run it; files of it are in `folder`."""
+    """Run the soak; its files are in `folder`."""
     timeout = ClientTimeout(total=ASK_S_MAX)
     async with (
         _everything(folder, seed) as (running, pickers),
@@ -520,23 +524,24 @@ async def soak(minutes: float, seed: int, folder: Path) -> "Outcome":
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """What a soak found."""
+    """The results of a soak."""
 
     seconds: float
     requests: dict[str, int]
-    """Whose fault -> requests; "served" too."""
+    """Number of requests by cause, including "served"."""
     trouble: dict[str, int]
     lives: list[int]
-    """Of each picker."""
+    """Number of processes of each picker."""
     aborts: list[str]
-    """Pickers that ended by themselves, and what a log says of an assertion."""
+    """Pickers that ended by themselves, and log lines about assertions."""
     unsettled: list[str]
     resident_mb: list[tuple[float, float, float]]
-    """Of each picker: at first, at last, at most."""
+    """Memory of each picker: at first, at last, maximum."""
     growth: float
-    """Of the picker that is never killed, after the first fifth of the time."""
+    """Growth of the memory of the picker that is never killed, after the first fifth of the time.
+    """
     peers: dict[str, int]
-    """What became of frames and records, of all pickers together."""
+    """Numbers of frames and records by result, of all pickers together."""
 
     @property
     def held(self) -> bool:
@@ -568,14 +573,14 @@ def _outcome(
 
 
 def _growth(resident: Sequence[float]) -> float:
-    """The mean of the last tenth over that of the first, once a fifth of the time is over."""
+    """Return the mean of the last tenth over that of the first, after a fifth of the time."""
     warm = resident[len(resident) // 5 :]
     share = max(1, len(warm) // 10)
     return sum(warm[-share:]) / sum(warm[:share]) - 1 if warm else 0.0
 
 
 def table(outcome: Outcome) -> str:
-    """For people."""
+    """Return the results as a readable table."""
     total = sum(outcome.requests.values())
     lines = [
         f"{outcome.seconds / 60:.1f} minutes, {PICKERS} pickers, {total:,} requests",
@@ -598,7 +603,7 @@ def table(outcome: Outcome) -> str:
 
 
 def run(minutes: float, seed: int, report: Path | None) -> int:
-    """Soak, print a table and write JSON to `report`; the exit code."""
+    """Soak, print a table and write JSON to `report`. Return the exit code."""
     with tempfile.TemporaryDirectory(prefix="homing-soak-") as name:
         outcome = asyncio.run(soak(minutes, seed, Path(name)))
         if not outcome.held:

@@ -1,4 +1,4 @@
-"""SIGTERM to a program that has started others in sessions of their own: it ends them, and then itself."""
+"""Orderly exit on SIGTERM of a program that has started others in sessions of their own."""
 
 import signal
 import sys
@@ -7,5 +7,5 @@ _EXIT = 128 + signal.SIGTERM
 
 
 def end_in_order() -> None:
-    """From now on SIGTERM is an exit like any other, on the way out of all that is open."""
+    """Turn SIGTERM into an ordinary exit, which closes all open contexts."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(_EXIT))

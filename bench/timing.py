@@ -1,8 +1,8 @@
-"""How the rest is measured: the best of many small batches.
+"""Timing of the other modules: the best of many small batches.
 
-The machine is rarely alone. A batch is short enough that some of them run undisturbed, so the best
-one tells what the code costs and the mean would tell what else was running. Times are CPU time of
-the thread, in which waiting for a core does not count.
+Other programs often use the machine. A batch is short enough that some of them run undisturbed, so the
+best one shows the cost of the code; the mean would also show other programs. Times are CPU time of the
+thread, which excludes waiting for a core.
 """
 
 import gc
@@ -21,10 +21,10 @@ def best_us(
     batches: int = BATCHES,
     after: Callable[[], object] = lambda: None,
 ) -> float:
-    """Microseconds of one `work(item)`: the best mean of `batches`, each over what `items()` gives.
+    """Return microseconds of one `work(item)`: the best mean of `batches`, each over `items()`.
 
-    `items` and `after` are called once a batch, and are not timed. The garbage collector runs
-    between batches and not in them; what it costs is a row of its own.
+    `items` and `after` are called once per batch, and are not timed. The garbage collector runs
+    between batches and not in them; its cost is a row of its own.
     """
     best_s = float("inf")
     gc.disable()

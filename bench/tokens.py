@@ -1,8 +1,9 @@
-"""What tokens cost: `python -m bench tokens`.
+"""Cost of tokens: `python -m bench tokens`.
 
-Ids of texts by each library and by the backend `local` as a request sees it, a growing conversation with and without what is kept of it, and for how
-long the event loop stands still while a long prompt is made into ids in a thread and in the process.
-The tokenizers are those of `make tokenizers`; without them there are no rows.
+The rows are: ids of texts by each library and by the backend `local` as a request sees it; a growing
+conversation with and without kept parts; and the time for which the event loop stops while a long prompt
+becomes ids, in a thread and in the process. The tokenizers are those of `make tokenizers`; there are no
+rows without them.
 """
 
 import asyncio
@@ -59,7 +60,7 @@ def run() -> Iterator[tuple[str, str]]:
 
 
 def _conversation(model: str, encoder: TextEncoder, text: str) -> Iterator[tuple[str, str]]:
-    """The last turn of a conversation of `TURNS` KB."""
+    """Yield rows for the last turn of a conversation of `TURNS` KB."""
     turns = [text[at * 1024 : (at + 1) * 1024] for at in range(TURNS)]
     cut = "<|eot_id|>" if "llama" in model else "<|im_end|>"
     before, whole = cut.join(turns[:-1]), cut.join(turns)
@@ -76,7 +77,7 @@ def _conversation(model: str, encoder: TextEncoder, text: str) -> Iterator[tuple
 
 @asynccontextmanager
 async def _local(model: str) -> AsyncIterator[LocalWorker]:
-    """The backend `local` with its process, once the tokenizer is loaded."""
+    """Run the backend `local` with its process during the context, with a loaded tokenizer."""
     worker = LocalWorker(LocalTokenizers(model_tokenizer_map={model: str(FOLDER / model)}), "")
     running = asyncio.create_task(worker.run())
     while worker.refuses(_question(model, "")) is not None:  # noqa: ASYNC110  it tells nobody
@@ -97,7 +98,7 @@ def _question(model: str, text: str) -> Question:
 
 
 async def _backend(model: str, text: str) -> list[tuple[str, str]]:
-    """All that a request waits for: pipe, JSON, template and ids of a text that is new each time."""
+    """Return rows for the whole wait of a request with a new text: pipe, JSON, template and ids."""
     rows: list[tuple[str, str]] = []
     async with _local(model) as worker:
         for size_kb in SIZES_KB:
@@ -113,7 +114,7 @@ async def _backend(model: str, text: str) -> list[tuple[str, str]]:
 
 
 def _answers() -> Iterator[tuple[str, str]]:
-    """Reading what a renderer answers, on the event loop."""
+    """Yield rows for reading a renderer's answer on the event loop."""
     answer = json.dumps({"token_ids": list(range(100_000, 200_000))}).encode()
     (prompt,) = rendered_prompts(answer, 1)
     taken_us = best_us(lambda whole: rendered_prompts(whole, 1), lambda: [answer], batches=BATCHES)
@@ -123,7 +124,7 @@ def _answers() -> Iterator[tuple[str, str]]:
 
 
 async def _loop_held(model: str, text: str) -> list[tuple[str, str]]:
-    """For how long the loop stood still while `LONG_KB` became ids; the best of `TRIALS`."""
+    """Return the time for which the loop stopped while `LONG_KB` became ids; the best of `TRIALS`."""
     encoder = TextEncoder(FOLDER / model / "tokenizer.json")
     loop = asyncio.get_running_loop()
     rows: list[tuple[str, str]] = []
@@ -160,7 +161,7 @@ async def _loop_held(model: str, text: str) -> list[tuple[str, str]]:
 
 
 async def _held_s(make: Callable[[int], Awaitable[None]], number: int) -> tuple[float, float]:
-    """The longest time between two turns of the loop, and how long it took in all."""
+    """Return the longest time between two turns of the loop, and the whole duration."""
     longest = 0.0
     ended = False
 

@@ -1,1 +1,1 @@
-"""Attacks on a running picker, and what those who meant no harm had to bear meanwhile."""
+"""Attacks on a running picker, and their effect on requests of others."""

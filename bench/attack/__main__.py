@@ -1,11 +1,11 @@
-"""`make attack`: attack the picker, alone and behind the real Envoy, and look at the innocent.
+"""Attack the picker, alone and behind the real Envoy, and measure other requests: `make attack`.
 
-`python -m bench.attack [NAME...] [--seconds S] [--alone | --envoy]`. Beside each attack a probe
-asks 20 times a second for an ordinary completion. A row says what the attack did, how many of the
-probe's requests were lost, the probe's 99th percentile before and during, the most memory that the
-picker had, what it had 3 s after, and how soon the probe was served as before. Exit code 1 if
-anybody innocent was lost, of the probe's or of those that attackers ask beside what they do, and,
-without a table, if an attack had no effect at the process that it attacks.
+The command is `python -m bench.attack [NAME...] [--seconds S] [--alone | --envoy]`. A probe sends
+an ordinary completion 20 times a second beside each attack. A row shows the extent of the attack,
+lost requests of the probe, the probe's 99th percentile before and during, the picker's maximum
+memory, its memory 3 s after, and the time until the probe was served as before. The exit code is 1
+if a request of the probe or an innocent request of the attackers was lost. It is also 1, without a
+table, if an attack had no effect at the attacked process.
 """
 
 import argparse
@@ -38,7 +38,7 @@ BEFORE_S = 3.0
 RECOVERED_S_MAX = 60.0
 AFTER_S = 3.0
 CALM_PROBES = 20
-"""So many in a row must be as fast as before until the picker counts as recovered."""
+"""Number of consecutive probes as fast as before after which the picker counts as recovered."""
 PROBE_S_MAX = 10.0
 PODS = 4
 
@@ -62,7 +62,7 @@ class Row(Struct, frozen=True, kw_only=True):
 
 
 class Probe:
-    """Asks at its rate, whatever becomes of what it asked before."""
+    """A client that sends requests at a fixed rate, whatever happens to earlier ones."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -70,7 +70,7 @@ class Probe:
         self.resident_bytes: list[tuple[float, int]] = []
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Send requests until cancelled."""
         timeout = ClientTimeout(total=PROBE_S_MAX)
         async with (
             gw.channel(self._place.picker) as opened,
@@ -169,7 +169,7 @@ async def _under(probe: Probe, place: Place, name: str, seconds: float) -> Row:
 
 
 async def _recovery(probe: Probe, since_s: float, calm_s: float) -> float | None:
-    """Seconds from `since_s` to the first of `CALM_PROBES` that took no longer than `calm_s`."""
+    """Return the seconds from `since_s` to the first of `CALM_PROBES` that took at most `calm_s`."""
     while time.monotonic() < since_s + RECOVERED_S_MAX:
         await asyncio.sleep(0.1)
         after = [one for one in probe.done if one.asked_s >= since_s]
@@ -205,7 +205,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print a table for each way in; 1 if anybody innocent was lost."""
+    """Print a table for each way in, and return 1 if an innocent request was lost."""
     parser = argparse.ArgumentParser(prog="python -m bench.attack", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ATTACKS))
     parser.add_argument("--seconds", type=float, default=6.0, help="how long each attack lasts")

@@ -1,8 +1,8 @@
-"""The attacks, each run by `python -m bench.attack.attacks NAME PICKER GATEWAY SECONDS POD...`.
+"""The attacks: `python -m bench.attack.attacks NAME PICKER GATEWAY SECONDS POD...`.
 
-An attacker is a process of its own that knows an address: the picker's, whose gRPC it speaks, or
-Envoy's, whose HTTP it speaks. It goes on for so many seconds and prints one line, in JSON: what it
-did, and which requests were lost that it asked beside it and meant no harm with.
+An attacker is a process of its own that knows an address: the picker's, with which it speaks gRPC,
+or Envoy's, with which it speaks HTTP. It runs for the given seconds and prints one line of JSON:
+what it did, and which of its own innocent requests were lost.
 """
 
 import asyncio
@@ -53,13 +53,13 @@ CONNECTIONS = 4
 SUBSET_ENTRIES = 400_000
 MODELS = 4_000
 REFUSED_BYTES = 2 * 2**30
-"""As many as the window of a connection can have."""
+"""Bytes of refused bodies: as many as the window of a connection."""
 REFUSED_BODY_BYTES = 2**20
 REFUSED_AT_ONCE = 16
 REFUSING_S_MAX = 300.0
 IDLE_CONNECTIONS = 1_024
 ZERO_WINDOWS = 4_000
-"""Streams that may be answered with nothing."""
+"""Streams whose window never opens."""
 CONTINUATIONS = 10_000
 FRAMES = 60_000
 WATCH = header_block(
@@ -73,11 +73,11 @@ WATCH = header_block(
 PROMPT = b'{"model": "m", "prompt": "once upon a time"}'
 ASK_S_MAX = 30.0
 GONE = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError)
-"""How a call fails that the picker has ended."""
+"""Exceptions of a call that the picker has ended."""
 
 
 class Target:
-    """Where to attack, and until when."""
+    """The addresses to attack, and the time at which to stop."""
 
     def __init__(self, picker: str, gateway: str, seconds: float, pods: list[int]) -> None:
         self.picker = picker
@@ -87,7 +87,7 @@ class Target:
         self.done = 0
         """Units of the attack that were sent; `bench.attack.effects` names the unit of each."""
         self.lost: list[str] = []
-        """What became of the attacker's innocent requests that were lost."""
+        """Results of the attacker's innocent requests that were lost."""
 
     @property
     def goes_on(self) -> bool:
@@ -99,12 +99,12 @@ def _session() -> ClientSession:
 
 
 async def _several(count: int, work: Callable[[int], Awaitable[int]]) -> int:
-    """The sum of what `count` of them did."""
+    """Run `work` `count` times concurrently, and return the sum of the results."""
     return sum(await asyncio.gather(*(work(number) for number in range(count))))
 
 
 async def _held(target: Target) -> str:
-    """Bodies that do not end."""
+    """Send bodies that do not end."""
     chunk = b" " * gw.CHUNK_BYTES
     pieces = HELD_BYTES // len(chunk)
 
@@ -153,8 +153,8 @@ async def _held(target: Target) -> str:
 
 
 async def _bodies(target: Target) -> str:
-    """One client, one body after the other, each of a kind that is dear to read."""
-    # Half as many pieces as fit: most kinds are let in then, and cost the more.
+    """Send one body after the other from one client, each of a kind that is expensive to read."""
+    # Half as many pieces as fit, because most kinds are then accepted and cost more.
     bodies = [
         (kind.path, kind.body(MB, max(1, kind.pieces_max(MB) // share)))
         for kind in KINDS
@@ -179,7 +179,9 @@ async def _bodies(target: Target) -> str:
 
 
 async def _encoded(target: Target) -> str:
-    """Compressed bodies: bombs of gzip and zstd, a truncated one, and one of many small frames."""
+    """Send compressed bodies: bombs of gzip and zstd, a truncated one, and one of many small
+    frames.
+    """
     zeros = bytes(REFUSED_BYTES // 20)
     hostile = {
         "gzip bomb": ("gzip", gzip.compress(zeros), 413),
@@ -237,7 +239,7 @@ async def _encoded(target: Target) -> str:
 
 
 async def _pieces(target: Target) -> str:
-    """Bodies in pieces of one byte, and of none."""
+    """Send bodies in pieces of one byte, and of none."""
 
     async def drip(number: int) -> int:
         message = gw.body(b"" if number % 2 else b" ", end=False)
@@ -261,7 +263,7 @@ async def _pieces(target: Target) -> str:
 
 
 async def _page(target: Target) -> str:
-    """A pod whose metrics page is none."""
+    """Let a pod serve an invalid metrics page."""
     url = f"http://127.0.0.1:{target.pods[0]}/page"
     share_s = (target.until_s - time.monotonic()) / 3
     async with _session() as session:
@@ -275,7 +277,7 @@ async def _page(target: Target) -> str:
 
 
 async def _resets(target: Target) -> str:
-    """Streams that are reset as soon as they are open."""
+    """Reset streams as soon as they are open."""
 
     async def reset(_: int) -> int:
         sent = 0
@@ -298,7 +300,7 @@ async def _resets(target: Target) -> str:
 
 
 async def _burst(target: Target) -> str:
-    """Ordinary requests, all at once; here those who ask are innocent too."""
+    """Send ordinary requests all at once; all of these clients are innocent too."""
     lost: dict[str, int] = {}
     asked = 0
     while target.goes_on:
@@ -334,7 +336,7 @@ async def _post(session: ClientSession, target: Target) -> str:
 
 
 async def _subset(target: Target) -> str:
-    """A hint that names 400,000 addresses."""
+    """Send a subset hint that names 400,000 addresses."""
     entries = (f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}:80" for n in range(SUBSET_ENTRIES))
     message = gw.headers(subset=",".join(entries))
     sent = 0
@@ -355,7 +357,7 @@ async def _subset(target: Target) -> str:
 
 
 async def _models(target: Target) -> str:
-    """Every request for another model, and somebody who reads the metrics."""
+    """Name another model in every request, while another client reads the metrics."""
     names = itertools.cycle(range(MODELS))
     sent = 0
 
@@ -382,7 +384,7 @@ async def _models(target: Target) -> str:
 
 
 async def _refusals(target: Target) -> str:
-    """Two gigabytes of bodies that are refused while they come, on one connection of the picker."""
+    """Send two gigabytes of bodies that are refused on arrival, on one connection of the picker."""
     if target.gateway:
         refused, connections = await _refused_http(target), 1
     else:
@@ -394,19 +396,19 @@ async def _refusals(target: Target) -> str:
 
 
 async def _refused_raw(target: Target) -> tuple[int, int]:
-    """(bytes that were refused, connections that it took)."""
+    """Return (refused bytes, used connections)."""
     until_s = time.monotonic() + REFUSING_S_MAX
     sent = connections = 0
     while sent < REFUSED_BYTES and time.monotonic() < until_s and not target.lost:
         connection = await RawConnection.open(int(target.picker.rpartition(":")[2]))
         connections += 1
-        # Settings come before anything is answered.
+        # Settings arrive before any answer.
         (first,) = connection.open_streams(1, (gw.headers(), gw.body(PROMPT)))
         await connection.all_ended([first], ASK_S_MAX)
         refused = grpc_message(b"\xff")
         refused += bytes(min(connection.stream_window_bytes, REFUSED_BODY_BYTES) - len(refused))
         try:
-            # A gateway that is asked to leave, as grpcio does by age, connects anew.
+            # A gateway reconnects when it is asked to leave, as grpcio does by age.
             while sent < REFUSED_BYTES and time.monotonic() < until_s and not connection.goaways:
                 async with asyncio.timeout(ASK_S_MAX):
                     await _refuse(target, connection, refused)
@@ -419,7 +421,7 @@ async def _refused_raw(target: Target) -> tuple[int, int]:
 
 
 async def _refuse(target: Target, connection: RawConnection, refused: bytes) -> None:
-    """So many streams that are refused, and one behind them that is not."""
+    """Send streams that are refused, and one after them that is not."""
     streams = connection.open_streams(REFUSED_AT_ONCE)
     for stream in streams:
         connection.pour(stream, refused, end=True)
@@ -435,7 +437,9 @@ async def _refuse(target: Target, connection: RawConnection, refused: bytes) -> 
 
 
 async def _refused_http(target: Target) -> int:
-    """The picker is told to refuse above `REFUSED_BODY_BYTES`, and has had as much by then."""
+    """Send bodies of which the picker refuses all above `REFUSED_BODY_BYTES`, and return the
+    refused bytes.
+    """
     until_s = time.monotonic() + REFUSING_S_MAX
     body = bytes(3 * REFUSED_BODY_BYTES)
     refused = 0
@@ -460,7 +464,7 @@ async def _refused_http(target: Target) -> int:
 
 
 async def _tiny(target: Target) -> str:
-    """Thousands of messages in each frame; those of a watch may be sent without an end."""
+    """Send thousands of messages in each frame; the messages of a watch have no end."""
     payload = grpc_message(b"") * (1_000_000 // len(grpc_message(b"")))
 
     async def watch(_: int) -> int:
@@ -468,7 +472,7 @@ async def _tiny(target: Target) -> str:
         connection = await RawConnection.open(int(target.picker.rpartition(":")[2]), WATCH)
         while target.goes_on and not connection.closed:
             (stream,) = connection.open_streams(1)
-            # As much as its window is at first; a watch does not end by itself.
+            # As much as its first window; a watch does not end by itself.
             part = payload[: connection.stream_window_bytes // 5 * 5]
             connection.pour(stream, part)
             try:
@@ -487,7 +491,7 @@ async def _tiny(target: Target) -> str:
 
 
 async def _windows(target: Target) -> str:
-    """Streams that may not be answered, and frames that might have changed it."""
+    """Open streams whose windows never open, and send frames that might have changed them."""
     connection = await RawConnection.open(
         int(target.picker.rpartition(":")[2]), stream_window_bytes=0
     )
@@ -508,8 +512,8 @@ async def _windows(target: Target) -> str:
 
 
 async def _idle(target: Target) -> str:
-    """As many connections as there are places, from one address, that do nothing; meanwhile new
-    gateways connect from there.
+    """Open as many idle connections from one address as there are places, while new gateways
+    connect from there.
     """
     port = int(target.picker.rpartition(":")[2])
     held = [await RawConnection.open(port) for _ in range(IDLE_CONNECTIONS)]
@@ -529,7 +533,7 @@ async def _idle(target: Target) -> str:
 
 
 async def _continuations(target: Target) -> str:
-    """Headers that do not end."""
+    """Send headers that do not end."""
     port = int(target.picker.rpartition(":")[2])
     flood = frame(HEADERS, 0, 1, EXT_PROC) + frame(CONTINUATION, 0, 1) * CONTINUATIONS
     sent = 0
@@ -568,9 +572,9 @@ ATTACKS: Mapping[str, Callable[[Target], Coroutine[object, object, str]]] = {
 FLAGS: Mapping[str, tuple[str, ...]] = {
     "refusals": (f"--request-body-max-bytes={REFUSED_BODY_BYTES}",),
 }
-"""Of `epp serve`, without which an attack would take longer."""
+"""Flags of `epp serve` without which an attack would take longer."""
 RAW_ONLY = frozenset({"pieces", "resets", "subset", "tiny", "windows", "idle", "continuations"})
-"""What a client of Envoy cannot do to the picker: it speaks gRPC, or metadata."""
+"""Attacks that a client of Envoy cannot make, because they need gRPC or metadata."""
 
 
 if __name__ == "__main__":

@@ -31,11 +31,11 @@ _REFUSALS: Final = "homing_refusals_total"
 
 
 class Watch(Struct):
-    """The picker's metrics and one pod's page, as far as they were read."""
+    """The picker's metrics and one pod's page, as read so far."""
 
     place: Place
     first: dict[str, float] = field(default_factory=dict)
-    """Each metric of the picker, summed over its series, before the attack."""
+    """First value of each metric of the picker, summed over its series, before the attack."""
     last: dict[str, float] = field(default_factory=dict)
     highest: dict[str, float] = field(default_factory=dict)
     pod_pages: set[bytes] = field(default_factory=set)
@@ -55,7 +55,7 @@ class Watch(Struct):
         self.first = dict(self.last)
 
     async def run(self) -> None:
-        """Read again and again until cancelled."""
+        """Read repeatedly until cancelled."""
         while True:
             await asyncio.sleep(READ_S)
             await self.read()

@@ -1,4 +1,4 @@
-"""A gateway's side of ext_proc over grpcio, as raw as an attacker would have it."""
+"""A gateway's side of ext_proc over grpcio, with full control of the messages."""
 
 import asyncio
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ HEADERS = {
 
 
 def headers(fields: Mapping[str, str] | None = None, *, subset: str = "") -> bytes:
-    """Request headers of a full-duplex request whose response body passes the picker by."""
+    """Return the request headers of a full-duplex request whose response body bypasses the picker."""
     mode = ProcessingMode
     metadata = None
     if subset:
@@ -51,14 +51,14 @@ def headers(fields: Mapping[str, str] | None = None, *, subset: str = "") -> byt
 
 
 def body(content: bytes, *, end: bool = True) -> bytes:
-    """One piece of a request body."""
+    """Return one piece of a request body."""
     return ProcessingRequest(
         request_body=HttpBody(body=content, end_of_stream=end)
     ).SerializeToString()
 
 
 def response_headers() -> bytes:
-    """200."""
+    """Return response headers with status 200."""
     status = HeaderValue(key=":status", raw_value=b"200")
     return ProcessingRequest(
         response_headers=HttpHeaders(headers=HeaderMap(headers=[status]))
@@ -66,7 +66,7 @@ def response_headers() -> bytes:
 
 
 def channel(address: str) -> grpc.aio.Channel:
-    """A connection of its own."""
+    """Return a channel with a connection of its own."""
     return grpc.aio.insecure_channel(
         address,
         options=(
@@ -80,7 +80,7 @@ def channel(address: str) -> grpc.aio.Channel:
 async def ask(
     opened: grpc.aio.Channel, content: bytes, *, timeout_s: float, path: str = HEADERS[":path"]
 ) -> str:
-    """One whole request; "" if it was routed and went well, else what became of it."""
+    """Send one whole request. Return "" if it was routed and succeeded, else the reason."""
     call = opened.stream_stream(PROCESS)(timeout=timeout_s)
     try:
         await call.write(headers({":path": path}))

@@ -1,1 +1,1 @@
-"""What each fault costs those who ask, behind a real Envoy, with the configuration of the default."""
+"""The cost of each fault for clients, behind a real Envoy, with the default configuration."""

@@ -1,11 +1,11 @@
-"""`make chaos`: the chaos table, what each fault costs those who ask, in ten minutes.
+"""Measure the cost of each fault for clients, in ten minutes: `make chaos`.
 
-`python -m bench.chaos [NAME...] [--seconds S] [--rate-per-s R [--light]] [--write FILE]`. Five simulated
-pods, two pickers with the default configuration and the Envoy of `epp envoy-config`, all real
-processes, fresh for each fault. An open loop of ordinary requests, three of four streamed, goes on
-for some seconds without the fault and for S seconds with it; the times to first token of both are
-compared. Exit code 1 if a request is lost by a fault that should lose none, and, without a table,
-if a fault has no effect at the part that it should break.
+The command is `python -m bench.chaos [NAME...] [--seconds S] [--rate-per-s R [--light]] [--write
+FILE]`. Five simulated pods, two pickers with the default configuration and the Envoy of `epp
+envoy-config` are real processes, new for each fault. An open loop sends ordinary requests, three of
+four streamed, for some seconds without the fault and for S seconds with it; the times to first
+token of both are compared. The exit code is 1 if a fault that should lose no request loses one. It
+is also 1, without a table, if a fault has no effect at the part that it should break.
 """
 
 import argparse
@@ -44,7 +44,7 @@ LOST_BY_NONE: Final = frozenset(
     }
 )
 MARKS: Final = ("<!-- chaos, by `make chaos` -->", "<!-- end of chaos -->")
-"""Between them `--write` puts the table."""
+"""Marks between which `--write` puts the table."""
 _HEAD: Final = (
     "fault",
     "requests",
@@ -57,18 +57,19 @@ _HEAD: Final = (
 
 
 class Row(Struct, kw_only=True):
-    """What one fault cost."""
+    """The cost of one fault."""
 
     case: Case
     not_played: str = ""
     sent: int = 0
     lost: Mapping[str, int] = {}
-    """Status, or why there is none -> requests."""
+    """Lost requests by status, or by the reason why there is none."""
     last_lost_s: float = 0.0
-    """From the beginning of the fault to when the last of them was sent."""
+    """Seconds from the beginning of the fault until the last lost request was sent."""
     bad_share: float | None = None
-    """Of the requests from the second second on, those that were sent to the bad pod; None: no
-    pod is bad."""
+    """Share of the requests that went to the bad pod after the first second, or None if no pod is
+    bad.
+    """
     ttft_before_s: Sequence[float] = ()
     ttft_during_s: Sequence[float] = ()
 
@@ -110,7 +111,7 @@ async def play(
             return Row(case=case, not_played=str(reason))
         before = [one for one in load.asked if before_at <= one.sent_at < began_at]
         during = [one for one in load.asked if one.sent_at >= began_at]
-        # Those that were under way when it happened are its victims too.
+        # Requests in progress at the fault are its victims too.
         hurt = [one for one in before if one.lost] + [one for one in during if one.lost]
         return Row(
             case=case,
@@ -139,10 +140,10 @@ def _ttfts_s(asked: Sequence[Asked]) -> list[float]:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """The row as it is shown."""
+    """Return the cells of the row."""
     if row.not_played:
         return (row.case.what, f"not played: {row.not_played}", "", "", "", "", "")
-    # A number and a status side by side read as one.
+    # A number and a status side by side would read as one.
     lost = ", ".join(f"{count} × {status}" for status, count in sorted(row.lost.items()))  # noqa: RUF001
     return (
         row.case.what,
@@ -156,7 +157,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def _compared(row: Row, share: float) -> str:
-    """A quantile with the fault, and by how much it is above that without."""
+    """Return a quantile with the fault, and its increase over that without."""
     if not row.ttft_before_s or not row.ttft_during_s:
         return "none"
     before, during = (
@@ -166,13 +167,13 @@ def _compared(row: Row, share: float) -> str:
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """The table."""
+    """Return the table."""
     lines = [_HEAD, ("---",) * len(_HEAD), *map(cells, rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def write_between_marks(text: str, table: str, marks: tuple[str, str] = MARKS) -> str:
-    """`text` with `table` between `marks`. Raises `ValueError` if they are not there, once each."""
+    """Return `text` with `table` between `marks`. Raise `ValueError` unless each mark occurs once."""
     begin, end = marks
     if text.count(begin) != 1 or text.count(end) != 1:
         raise ValueError(f"expected {begin} and {end} once each")
@@ -181,7 +182,7 @@ def write_between_marks(text: str, table: str, marks: tuple[str, str] = MARKS) -
 
 
 def bare_gateway(document: dict[str, Any]) -> None:
-    """Envoy's own defaults where the bootstrap says what becomes of a picker that is gone."""
+    """Restore Envoy's defaults where the bootstrap configures the loss of a picker."""
     static = document["static_resources"]
     connections = static["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
     upgraded = (upgrade["filters"] for upgrade in connections["upgrade_configs"])
@@ -196,7 +197,7 @@ def bare_gateway(document: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table, and write it where asked."""
+    """Print the table, and write it if requested."""
     parser = argparse.ArgumentParser(prog="python -m bench.chaos", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CASES))
     parser.add_argument("--seconds", type=float, default=15.0, help="how long each fault lasts")

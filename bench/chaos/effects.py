@@ -32,7 +32,9 @@ from epp.core.types import Seconds
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 
 ASKED_TIMES: Final = 3
-"""Requests of which the fastest is compared: others may wait for the pod's other work."""
+"""Number of requests of which the fastest is compared, because others may wait for the pod's other
+work.
+"""
 ANSWER_TOKENS: Final = 16
 LONG_ANSWER_TOKENS: Final = 64
 NO_ANSWER_S: Final = 2.0

@@ -1,4 +1,4 @@
-"""What is broken, each as something that happens to a stage and is over again."""
+"""The faults, each as an event that happens to a stage and ends again."""
 
 import asyncio
 import contextlib
@@ -33,23 +33,25 @@ from tests.envoy.upstream import Pod
 
 RESTART_EVERY_S: Final = 5.0
 DOWN_S: Final = 1.0
-"""Between the end of a pod and the start of the next; it takes a second besides to come up."""
+"""Seconds between the end of a pod and the start of the next, which takes another second to be
+ready.
+"""
 _CHUNK_BYTES: Final = 65_536
 
 Happening = AbstractAsyncContextManager[None]
 
 
 class NotPlayedError(Exception):
-    """Why a fault cannot be played here: one sentence."""
+    """A fault cannot be played here; the text is one sentence with the reason."""
 
 
 class Setting(Struct, frozen=True, kw_only=True):
-    """What a fault needs of the stage before anything starts, and the fault itself."""
+    """The settings that a fault needs before the stage starts, and the fault itself."""
 
     happen: Callable[[Stage, int], Happening]
-    """With the port of the pod that is the bad one; inside, it is broken."""
+    """Context that breaks the part; it gets the stage and the port of the bad pod."""
     effect: Callable[[Stage, int], Effect]
-    """The proof that it happened, for the same stage and port."""
+    """Proof that the fault happened, for the same stage and port."""
     flags: Sequence[str] = ()
     environment: Mapping[str, str] = {}
     peers: Callable[[Sequence[int]], Sequence[Sequence[str]]] | None = None
@@ -61,9 +63,9 @@ class Case(Struct, frozen=True, kw_only=True):
 
     what: str
     of_pod: bool = False
-    """Of one pod, so that requests which reach it nevertheless are counted."""
+    """True if the fault affects one pod, so that requests to it are counted."""
     seconds_min: float = 0.0
-    """It lasts so long at least: nobody could see it sooner."""
+    """Minimum duration in seconds; the fault is invisible before."""
     set: Callable[[Path], AbstractAsyncContextManager[Setting]]
 
 
@@ -92,7 +94,7 @@ def _picker(number: signal.Signals, what: str, effect: Callable[[Picker], Effect
 def _alone(
     happen: Callable[[Stage, int], Happening], effect: Callable[[Stage, int], Effect]
 ) -> Callable[[Path], AbstractAsyncContextManager[Setting]]:
-    """A fault that needs nothing."""
+    """Return a fault without special settings."""
 
     @contextlib.asynccontextmanager
     async def setting(_: Path) -> AsyncIterator[Setting]:
@@ -121,7 +123,7 @@ async def _restarts(stage: Stage, port: int) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def _partition(_: Path) -> AsyncIterator[Setting]:
-    """Two pickers, each of which reaches the other through a way that can be blocked."""
+    """Set up two pickers, each of which reaches the other through a path that can be blocked."""
     ways = [_Way(), _Way()]
     async with contextlib.AsyncExitStack() as opened:
         for way in ways:
@@ -151,7 +153,9 @@ async def _partition(_: Path) -> AsyncIterator[Setting]:
 
 
 class _Way:
-    """A port that leads to `target`. While it is not `passable` nothing passes and nobody is told."""
+    """A port that leads to `target`. Nothing passes, and no side is notified, while it is not
+    `passable`.
+    """
 
     def __init__(self) -> None:
         self.port = 0
@@ -230,7 +234,7 @@ async def _valkey(folder: Path) -> AsyncIterator[Setting]:
 
 @contextlib.asynccontextmanager
 async def _disk(folder: Path) -> AsyncIterator[Setting]:
-    """Everything that a picker keeps in files, until none of its files may grow by a byte."""
+    """Set up pickers with all their files, none of which may grow by a byte during the fault."""
 
     @contextlib.asynccontextmanager
     async def happen(stage: Stage, _: int) -> AsyncIterator[None]:
@@ -268,7 +272,9 @@ async def _disk(folder: Path) -> AsyncIterator[Setting]:
 
 @contextlib.asynccontextmanager
 async def _exporter(_: Path) -> AsyncIterator[Setting]:
-    """A collector of spans that takes them, and then accepts connections and never answers."""
+    """Set up a collector of spans that first receives them, then accepts connections and never
+    answers.
+    """
     answers = asyncio.Event()
     answers.set()
 
@@ -307,7 +313,7 @@ async def _exporter(_: Path) -> AsyncIterator[Setting]:
 
 @contextlib.asynccontextmanager
 async def _api_server(folder: Path) -> AsyncIterator[Setting]:
-    """A real one, with a pool of one pod that has a port for each engine."""
+    """Set up a real API server, with a pool of one pod that has a port for each engine."""
     shared = Path(os.environ.get("HOMING_SHARED", Path(__file__).parents[3] / "shared"))
     kinds = sorted((shared / "crds").glob("*.yaml"))
     if not kinds:
@@ -383,4 +389,4 @@ CASES: Final[dict[str, Case]] = {
     "disk-full": Case(what="disk of the pickers: no file may grow", set=_disk),
     "exporter-away": Case(what="collector of spans: never answers", set=_exporter),
 }
-"""By name, in the order of the table."""
+"""Cases by name, in the order of the table."""

@@ -1,4 +1,4 @@
-"""An open loop of ordinary requests, and what became of each."""
+"""An open loop of ordinary requests, and the result of each."""
 
 import asyncio
 import contextlib
@@ -17,13 +17,13 @@ from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 
 NUMBER_HEADER: Final = "x-chaos-number"
 ASK_S_MAX: Final = 10.0
-"""A client that waits longer has given up."""
+"""Seconds after which a client gives up."""
 NO_ANSWER: Final = "no answer"
 CUT: Final = "cut short"
 
 
 class Traffic(Struct, frozen=True, kw_only=True):
-    """Who asks for what. Words are tokens, about."""
+    """The kind of requests. A word is about one token."""
 
     rate_per_s: float = 25.0
     tenants: int = 12
@@ -31,28 +31,28 @@ class Traffic(Struct, frozen=True, kw_only=True):
     question_words: int = 60
     answer_tokens: int = 24
     streamed_share: float = 0.75
-    """The others want a short answer in one piece."""
+    """Share of streamed requests; the others request a short answer in one piece."""
     short_answer_tokens: int = 4
 
 
 LIGHT: Final = Traffic(system_words=100, answer_tokens=8)
-"""Four times as many of them take the pods no longer."""
+"""Traffic of which four times as many requests need as much time of the pods."""
 
 
 class Asked(Struct, kw_only=True):
-    """One request as its client saw it."""
+    """One request from the client's point of view."""
 
     number: int
     sent_at: Seconds
-    """By `time.monotonic`."""
+    """Time of sending, by `time.monotonic`."""
     ttft_s: Seconds = 0.0
-    """To the first text of a stream; 0: none came, or it was not a stream."""
+    """Time to the first text of a stream; 0 if none came, or if it was not a stream."""
     lost: str = ""
     """Status, or `NO_ANSWER` or `CUT`; "" if the whole answer came."""
 
 
 class Load:
-    """Requests at random moments, the same ones for the same seed, until `stop`."""
+    """Requests at random times, the same for the same seed, until `stop`."""
 
     def __init__(self, gateway: str, traffic: Traffic, seed: int) -> None:
         self.asked: list[Asked] = []
@@ -73,9 +73,9 @@ class Load:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Send while the context is open; on exit send nothing more and wait for what is open.
+        """Send requests while the context is open; then wait for the open ones.
 
-        An exception inside cancels the requests and is raised as it is.
+        An exception inside cancels the requests and is raised unchanged.
         """
         sending = asyncio.create_task(self.run(), name="load")
         try:
@@ -87,7 +87,7 @@ class Load:
             await asyncio.gather(sending, return_exceptions=True)
 
     async def run(self) -> None:
-        """Send until stopped, then wait for what is open, `ASK_S_MAX` at most."""
+        """Send requests until stopped, then wait for the open ones, `ASK_S_MAX` at most."""
         try:
             await self._run()
         finally:
@@ -134,7 +134,7 @@ class Load:
             asked.lost = _lost(status)
 
     def _bodies(self) -> Iterator[tuple[bytes, bool]]:
-        """Without end: a request and whether it asks for a stream."""
+        """Yield requests without end, each with whether it asks for a stream."""
         traffic, random = self._traffic, self._random
         words = [f"w{number:03}" for number in range(1000)]
         systems = [

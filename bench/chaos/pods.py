@@ -1,7 +1,7 @@
-"""`python -m bench.chaos.pods PORT`: a simulated vLLM pod that can be told to misbehave.
+"""A simulated vLLM pod that can be told to misbehave: `python -m bench.chaos.pods PORT`.
 
-`POST /fault/NAME` names what is wrong with it from then on, one of `Fault`; whatever it does, it
-serves its metrics page. A restart is somebody else's business: kill the process.
+`POST /fault/NAME` sets its fault from then on, one of `Fault`; it still serves its metrics page. To
+restart it, kill the process and start it again.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ FAILS_SLOWLY_S: Final = 3.0
 SLOWNESS: Final = 3.0
 CRAWL: Final = 8.0
 FULL_REQUESTS: Final = 2
-"""Unfinished requests at which a full pod answers 503: fewer than its share of the load is."""
+"""Unfinished requests at which a full pod answers 503; its share of the load is more."""
 _BLOCK_SIZE_TOKENS: Final = 16
 _QUEUE: Final = re.compile(
     rb"^(vllm:(?:num_requests_(?:running|waiting|waiting_by_reason)|kv_cache_usage_perc)\{.*\}) .*$",
@@ -36,7 +36,7 @@ _FAILURE: Final = {"error": {"message": "engine dead", "type": "InternalServerEr
 
 
 class Fault(StrEnum):
-    """What is wrong with a pod."""
+    """A fault of a pod."""
 
     NONE = "none"
     FAILS_FAST = "fails-fast"
@@ -53,7 +53,7 @@ _FACTORS: Final = {Fault.SLOW: SLOWNESS, Fault.LIES: SLOWNESS, Fault.CRAWLS: CRA
 
 
 class FaultyPod:
-    """A pod and what is wrong with it."""
+    """A pod and its fault."""
 
     def __init__(self, port: int) -> None:
         profile = find_profile(DEFAULT_PROFILE)
@@ -69,7 +69,7 @@ class FaultyPod:
         self._fault = Fault.NONE
 
     def application(self) -> web.Application:
-        """All routes of the pod, and the one that tells it to misbehave."""
+        """Return the application with all routes of the pod, and the one that sets its fault."""
         application = PodServer(self.pod).application()
         application.middlewares.insert(0, self._misbehave)
         application.add_routes([web.post("/fault/{name}", self._change)])

@@ -1,4 +1,4 @@
-"""Pods, pickers and Envoy, each a process, as the faults find them."""
+"""Pods, pickers and Envoy, each a process, for the faults."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,9 @@ from sim.demo.arm import Child, find_envoy
 
 PODS: Final = 5
 READY_S_MAX: Final = 120.0
-"""Pods and pickers start all at once, which a busy machine needs a minute for."""
+"""Limit of the start in seconds. Pods and pickers start at once, which takes a minute on a busy
+machine.
+"""
 _LOG: Final = {
     "number": f"%REQ({NUMBER_HEADER})%",
     "destination": f"%REQ({DESTINATION_HEADER})%",
@@ -36,17 +38,17 @@ Edit = Callable[[dict[str, Any]], None]
 
 
 class Routed(Struct, frozen=True):
-    """What Envoy's log says of one request."""
+    """The content of Envoy's log about one request."""
 
     number: str = ""
     destination: str = ""
-    """ip:port that the picker named; "-" if none did."""
+    """Destination (ip:port) that the picker named, or "-" if it named none."""
     flags: str = ""
     details: str = ""
 
 
 class Picker:
-    """One `epp serve`."""
+    """One process of `epp serve`."""
 
     def __init__(self, child: Child, address: str, metrics_port: int) -> None:
         self.address = address
@@ -57,7 +59,7 @@ class Picker:
 
 
 class Stage(Struct, kw_only=True):
-    """Where everything is."""
+    """The addresses of all processes."""
 
     folder: Path
     gateway: str
@@ -66,7 +68,7 @@ class Stage(Struct, kw_only=True):
     pickers: list[Picker] = field(default_factory=list)
 
     async def tell(self, port: int, fault: Fault) -> None:
-        """The pod at `port` has `fault` from here on."""
+        """Give the pod at `port` the fault `fault` from now on."""
         async with (
             ClientSession() as session,
             session.post(f"http://127.0.0.1:{port}/fault/{fault}") as response,
@@ -74,7 +76,7 @@ class Stage(Struct, kw_only=True):
             assert response.status == 200, f"the pod answers {response.status}"
 
     def routed(self) -> dict[int, Routed]:
-        """What Envoy logged of each request that has ended, by number; all of it once Envoy ended."""
+        """Return Envoy's log of each ended request by number; it is complete once Envoy ended."""
         found = {}
         for line in (self.folder / "access.log").read_text().splitlines():
             values = {name: value or "" for name, value in json.loads(line).items()}
@@ -95,12 +97,13 @@ async def staged(
     pool: Callable[[Sequence[int]], Sequence[str]] | None = None,
     edit: Edit | None = None,
 ) -> AsyncIterator[Stage]:
-    """Everything serving; gone afterwards.
+    """Start everything; stop it at the end of the context.
 
-    `flags` and `environment` are of each picker, `gateway_flags` of `epp envoy-config`. `peers` gives the flags of each by the ports that
-    they take for one another; None: each has the addresses of all. `pool` gives those that say where
-    the pods at these ports are found; None: in a file. `edit` changes what
-    `epp envoy-config` wrote.
+    `flags` and `environment` apply to each picker, `gateway_flags` to `epp envoy-config`. `peers`
+    returns the flags of each picker from the ports by which they reach each other; each has the
+    addresses of all if it is None. `pool` returns the flags that define the endpoints, from the
+    ports of the pods; they are in a file if it is None. `edit` changes the output of `epp
+    envoy-config`.
     """
     gateway, admin, readiness, *free = free_ports(3 + 4 * pickers + PODS)
     ports, free = free[:PODS], free[PODS:]
@@ -127,7 +130,7 @@ async def staged(
                     Child.running(f"epp {number}", command, log)
                 )
             picker = Picker(child, f"127.0.0.1:{serving}", metrics)
-            # Nobody is left to be served by the time it is ended.
+            # It has no clients left when it is ended.
             started.callback(picker.signal, signal.SIGKILL)
             stage.pickers.append(picker)
         bootstrap = folder / "envoy.yaml"
@@ -166,13 +169,13 @@ def _addresses_of_all(ports: Sequence[int]) -> list[list[str]]:
 
 
 def own_port(port: int) -> list[str]:
-    """The flags that say where other replicas connect to."""
+    """Return the flags for the port to which other replicas connect."""
     return ["--peer-port", str(port), "--peer-bind-address", "127.0.0.1"]
 
 
 @contextlib.contextmanager
 def _piped(log: Path) -> Iterator[Path]:
-    """A path that leads through a pipe to `log`, as what a container says does: no disk is in its way."""
+    """Yield a path that leads through a pipe to `log`, so that no disk blocks the writer."""
     read, write = os.pipe()
 
     def copy() -> None:

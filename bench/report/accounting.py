@@ -1,8 +1,8 @@
-"""What the operating system says: CPU and memory of processes, and how busy the whole machine was.
+"""Measurements of the operating system: CPU and memory of processes, and load of the machine.
 
-CPU is the kernel's count of a process with all of its threads, those that have ended too, in
-nanoseconds. What others did is what the machine did less what was ours; of the machine `/proc/stat`
-tells hundredths of a second.
+CPU is the kernel's count of a process with all of its threads, including ended ones, in
+nanoseconds. The work of others is that of the machine minus ours. `/proc/stat` has a resolution of
+hundredths of a second.
 """
 
 import os
@@ -19,13 +19,13 @@ _SCHEDULED: Final = 2
 
 
 def process_cpu_s(pid: int) -> float:
-    """CPU seconds of `pid`; raises `OSError` if it has ended."""
-    # What clock_getcpuclockid(3) gives: the number of a clock that counts this process.
+    """Return the CPU seconds of `pid`. Raise `OSError` if it has ended."""
+    # The number of a clock that counts this process, as clock_getcpuclockid(3) computes it.
     return time.clock_gettime(~pid << 3 | _SCHEDULED)
 
 
 def session(leader: int) -> list[int]:
-    """Processes of the session that `leader` began, itself included."""
+    """Return the processes of the session that `leader` began, including itself."""
     found = []
     for entry in _PROC.iterdir():
         if entry.name.isdigit():
@@ -39,21 +39,24 @@ def session(leader: int) -> list[int]:
 
 
 def session_of(stat: str) -> int:
-    """From the text of `/proc/PID/stat`. The command's name is in brackets and may hold anything."""
+    """Return the session from the text of `/proc/PID/stat`.
+
+    The command's name is in brackets and may contain any character.
+    """
     return int(stat.rpartition(")")[2].split()[3])
 
 
 def session_cpu_s(leader: int) -> float:
-    """CPU seconds of all processes of a session that live."""
+    """Return the CPU seconds of all living processes of a session."""
     return sum(process_cpu_s(pid) for pid in session(leader))
 
 
 class Machine(Struct, frozen=True):
-    """CPU seconds of all cores since the machine began."""
+    """CPU seconds of all cores since the machine started."""
 
     busy_s: float
     stolen_s: float
-    """By other guests of the same host."""
+    """CPU seconds that other guests of the same host took."""
 
     @classmethod
     def now(cls) -> "Machine":
@@ -61,21 +64,23 @@ class Machine(Struct, frozen=True):
 
     @classmethod
     def read(cls, text: str) -> "Machine":
-        """From the text of `/proc/stat`."""
+        """Parse the text of `/proc/stat`."""
         fields = [int(field) / _TICKS_PER_S for field in text.splitlines()[0].split()[1:]]
         user, nice, system, _idle, _waiting, interrupts, soft, stolen = fields[:8]
         return cls(user + nice + system + interrupts + soft, stolen)
 
 
 class Disturbance(Struct, frozen=True):
-    """What was not ours while something was measured, in cores."""
+    """Work of others during a measurement, in cores."""
 
     others_cores: float
     stolen_cores: float
 
 
 class Watch:
-    """Notes what the machine and our processes have used so far; `passed` tells what others did."""
+    """A record of the work so far of machine and own processes; `passed` computes the work of
+    others.
+    """
 
     def __init__(self, ours: Iterable[int]) -> None:
         self._ours = tuple(ours)
@@ -86,7 +91,7 @@ class Watch:
         return Machine.now(), used_s, time.monotonic()
 
     def passed(self) -> Disturbance:
-        """Since it was made; every one of `ours` must have lived."""
+        """Return the disturbance since creation; all of `ours` must still live."""
         machine, used_s, at_s = self._read()
         passed_s = at_s - self._at_s
         others_s = machine.busy_s - self._machine.busy_s - (used_s - self._ours_s)
@@ -97,16 +102,16 @@ class Watch:
 
 
 def memory_bytes(pid: int, name: str = "VmRSS") -> int:
-    """Resident set of `pid`; its greatest since `forget_peak` is VmHWM."""
+    """Return the resident set of `pid`; VmHWM is its maximum since `forget_peak`."""
     return memory_of((_PROC / str(pid) / "status").read_text(), name)
 
 
 def memory_of(status: str, name: str) -> int:
-    """From the text of `/proc/PID/status`."""
+    """Return a value from the text of `/proc/PID/status`."""
     (told,) = (line for line in status.splitlines() if line.startswith(f"{name}:"))
     return int(told.split()[1]) * 1024
 
 
 def forget_peak(pid: int) -> None:
-    """The greatest resident set of `pid` is that of now."""
+    """Reset the maximum resident set of `pid` to the present one."""
     (_PROC / str(pid) / "clear_refs").write_text("5")

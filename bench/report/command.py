@@ -1,4 +1,4 @@
-"""`python -m bench` without a name: measure, write, tell; the exit code is about the machine."""
+"""The command `python -m bench` without a name: measure, write, print."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,9 +17,9 @@ BUSY_EXIT: Final = 3
 
 
 def report(plan: Plan, folder: Path, machine: Mapping[str, object]) -> int:
-    """0, or 3 where a verdict was refused because the machine was busy.
+    """Return 0, or 3 if a verdict was refused because the machine was busy.
 
-    Raises `ContestantError` if a server of Homing does not come up.
+    Raise `ContestantError` if a server of Homing does not start.
     """
     end_in_order()
     with Measuring.running(plan, lambda line: print(line, flush=True)) as measuring:

@@ -1,8 +1,8 @@
-"""The servers that are measured, each a process of its own on one core.
+"""The measured servers, each a process of its own on one core.
 
-Homing is `epp serve` as it is installed, on each of its transports. The others do nothing
-(`bench/servers`): their cost is the floor of a transport. The one in Go decodes the JSON of each
-body besides; it is built where there is a Go, into a cache outside the tree.
+Homing is `epp serve` as installed, on each of its transports. The others do nothing
+(`bench/servers`): their cost is the floor of a transport. The one in Go also decodes the JSON of
+each body. It is built if Go is installed, into a cache outside the tree.
 """
 
 import contextlib
@@ -32,42 +32,42 @@ GO_SOURCES: Final = ROOT / "bench" / "servers" / "go"
 GO: Final = "G"
 """The reference: a Go server that decodes the JSON and does nothing else."""
 GO_ANYWHERE: Final = "G, any core"
-"""The same, free to run on every core: what Go takes for its own parallelism."""
+"""The same server, free to run on every core, which costs Go more for its parallelism."""
 _READY_S_MAX: Final = 60.0
 _BUILD_S_MAX: Final = 900.0
 
 
 class ContestantError(Exception):
-    """Why a server is not there: one sentence."""
+    """A server is missing; the text is one sentence with the reason."""
 
 
 class Contestant(Struct, frozen=True, kw_only=True):
-    """A server that listens."""
+    """A listening server."""
 
     name: str
     port: int
     pid: int
 
     def cpu_s(self) -> float:
-        """Of its whole session, so far."""
+        """Return the CPU seconds of its whole session so far."""
         return session_cpu_s(self.pid)
 
 
 class Pool(Struct, frozen=True, kw_only=True):
-    """What Homing chooses from."""
+    """The endpoints of Homing."""
 
     endpoints: int = 100
     pages_port: int | None = None
-    """Where the metrics pages of all of them are; None if they have none."""
+    """Port of the metrics pages of all endpoints; None if they have none."""
     refresh: str = "1s"
-    """Interval of scrapes; "" is the default."""
+    """Interval of scrapes; "" means the default."""
 
 
 class Settings(Struct, frozen=True, kw_only=True):
-    """What Homing is told besides."""
+    """Additional settings of Homing."""
 
     name: str = ""
-    """After that of the transport; "": as it is installed."""
+    """Suffix of the transport's name; "" means as installed."""
     flags: tuple[str, ...] = ()
     environment: Mapping[str, str] = {}
 
@@ -76,22 +76,22 @@ AS_INSTALLED: Final = Settings()
 
 
 def homing(transport: str, settings: str = "") -> str:
-    """The name of Homing on `transport`, with the `Settings` of that name."""
+    """Return the name of Homing on `transport`, with the `Settings` of that name."""
     return f"Homing, {transport}" + (f", {settings}" if settings else "")
 
 
 def nothing(transport: str) -> str:
-    """The name of the server on `transport` that does nothing."""
+    """Return the name of the server on `transport` that does nothing."""
     return f"nothing, {transport}"
 
 
 def transports() -> list[str]:
-    """Those that `epp serve` has."""
+    """Return the transports of `epp serve`."""
     return [str(each) for each in Transport]
 
 
 def floors() -> tuple[dict[str, list[str]], list[str]]:
-    """Servers that do nothing: name -> command; and a sentence for each that there cannot be."""
+    """Return the commands of servers that do nothing by name, and a sentence for each missing one."""
     python = [sys.executable, "-m"]
     found, missing = {}, []
     try:
@@ -107,7 +107,9 @@ def floors() -> tuple[dict[str, list[str]], list[str]]:
 
 
 def go_server(environment: Mapping[str, str]) -> Path:
-    """The Go server, built if its sources have changed. Raises `ContestantError`."""
+    """Return the Go server, built if its sources have changed. Raise `ContestantError` if it
+    cannot be built.
+    """
     caches = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "~"), ".cache")
     folder = Path(caches).expanduser() / "homing" / f"bench-servers-{_pinned()}"
     built = folder / "server"
@@ -140,7 +142,7 @@ def go_server(environment: Mapping[str, str]) -> Path:
 
 
 def _pinned() -> str:
-    """The version of grpc-go that go.mod asks for."""
+    """Return the version of grpc-go that go.mod requires."""
     text = (GO_SOURCES / "go.mod").read_text(encoding="utf-8")
     (version,) = re.findall(r"^\tgoogle\.golang\.org/grpc (v\S+)", text, re.MULTILINE)
     return f"grpc-{version}"
@@ -148,7 +150,7 @@ def _pinned() -> str:
 
 @contextlib.contextmanager
 def doing_nothing(name: str, command: Sequence[str], core: frozenset[int]) -> Iterator[Contestant]:
-    """One of `floors`, inside."""
+    """Run one of `floors` during the context."""
     with _process(command, core, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -165,7 +167,7 @@ def serving_homing(
     core: frozenset[int],
     settings: Settings = AS_INSTALLED,
 ) -> Iterator[Contestant]:
-    """`epp serve` with its endpoints ready, inside."""
+    """Run `epp serve` with ready endpoints during the context."""
     grpc, health, metrics = free_ports(3)
     file = folder / f"endpoints-{grpc}.json"
     file.write_text(json.dumps({"endpoints": _endpoints(pool)}))
@@ -202,7 +204,7 @@ def _process(
     stdout: object,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[str]]:
-    """On one core from its first moment on, in a session of its own; gone afterwards."""
+    """Run a process on one core from the beginning, in a session of its own, during the context."""
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, core)
     try:

@@ -1,12 +1,12 @@
-"""The generator: HTTP/2 by hand, as little work a stream as a client in Python can do.
+"""The generator: an HTTP/2 client with as little work per stream as possible in Python.
 
-It plays a script (`bench.report.script`) on some connections of one thread, closed loop (a stream
-begins when another has ended) or open loop (streams begin when they are due, whatever the server
-does). In an open loop a stream's time runs from when it was *due*: one that the generator or the
-server kept waiting counts with its wait, so that a stall is seen by every request that it would
-have met (coordinated omission). What is read of an answer is its kind and whether it ends the body.
+It plays a script (`bench.report.script`) on some connections of one thread. In a closed loop, a
+stream begins when another has ended. In an open loop, streams begin when they are due, whatever the
+server does. A stream's time in an open loop starts when it was *due*, so a wait for the generator
+or the server counts: every request that would have met a stall shows it (coordinated omission). The
+generator reads only the kind of an answer and whether it ends the body.
 
-`serve` is its process: `Load` in, `Measured` out, on a pipe.
+`serve` is its process: it reads `Load` and writes `Measured` on a pipe.
 """
 
 import gc
@@ -60,7 +60,7 @@ _PREFIX: Final = struct.Struct(">BI")
 _RECEIVE_BYTES: Final = 2**18
 _WINDOW_RENEWED_BYTES: Final = 2**30
 _GRACE_S: Final = 60.0
-"""After the load's time; what has not ended then is a failure."""
+"""Seconds after the load's time; a stream that has not ended then is a failure."""
 _WAIT_S_MAX: Final = 1.0
 
 REQUEST_HEADERS, RESPONSE_HEADERS, REQUEST_BODY, RESPONSE_BODY, IMMEDIATE = (
@@ -75,7 +75,9 @@ _END_OF_STREAM: Final = b"\x10\x01"
 
 
 class Load(Struct, frozen=True, kw_only=True):
-    """What to play. Either `streams` at a time for `duration_s`, or `rate_per_s`, or `at_once`."""
+    """The load to play: either `streams` at a time for `duration_s`, or `rate_per_s`, or
+    `at_once`.
+    """
 
     port: int
     shape: Shape
@@ -88,21 +90,23 @@ class Load(Struct, frozen=True, kw_only=True):
 
 
 class Measured(Struct, frozen=True, kw_only=True):
-    """What came of it."""
+    """The results of a load."""
 
     completed: int
     failed: dict[str, int]
-    """What went wrong -> how many streams."""
+    """Number of streams by failure."""
     latencies_s: list[float]
-    """Of the pick: from when a stream was due until its request's body had come back."""
+    """Latency of each decision, from the time when a stream was due until its body had returned."""
     late_s: list[float]
-    """Of each stream: from when it was due until the generator had begun it."""
+    """Delay of each stream, from the time when it was due until the generator began it."""
     duration_s: float
     generator_cpu_s: float
 
 
 class _Stream:
-    """States: -1 waits for the request's answers, n for that to `later[n]`, None for the end."""
+    """One stream. The state is -1 before the request's answers, n before that to `later[n]`, None
+    before the end.
+    """
 
     __slots__ = (
         "body_bytes",
@@ -153,7 +157,7 @@ class _Connection:
         self.socket.sendall(
             PREFACE + frame(SETTINGS, 0, 0, settings) + frame(WINDOW_UPDATE, 0, 0, more)
         )
-        # Limits of the peer count from the first stream on, as those of Envoy's peers do.
+        # The peer's limits apply from the first stream on, as with Envoy.
         while not self._settled:
             self.receive()
         self.socket.setblocking(False)
@@ -174,7 +178,7 @@ class _Connection:
         self._send(stream, payload(opening, nonce))
 
     def _send(self, stream: _Stream, data: bytes) -> None:
-        """DATA in as many frames as windows allow; the rest when they do."""
+        """Send DATA in as many frames as windows allow; the rest follows when they do."""
         size = len(data)
         if size <= min(self._window_bytes, stream.window_bytes, FRAME_BYTES_MAX):
             self._window_bytes -= size
@@ -186,7 +190,7 @@ class _Connection:
             self._stalled.append(stream)
 
     def _push(self, stream: _Stream) -> bool:
-        """Whether all that is left of it could be sent."""
+        """Send what the windows allow, and return True if nothing is left."""
         left = stream.left
         assert left is not None
         while left:
@@ -208,7 +212,7 @@ class _Connection:
                 self._stalled.append(stream)
 
     def flush(self) -> None:
-        """Send what there is; the rest when the socket can take it."""
+        """Send pending data; the rest follows when the socket accepts it."""
         if self.unsent is None:
             if not self.out:
                 return
@@ -230,7 +234,7 @@ class _Connection:
             self._end(stream, "connection lost")
 
     def receive(self) -> None:
-        """Take what came."""
+        """Process received data."""
         try:
             data = self.socket.recv(_RECEIVE_BYTES)
         except BlockingIOError:
@@ -360,7 +364,7 @@ class _Connection:
 
 @lru_cache(256)
 def _status_without_table(block: bytes) -> str:
-    """Where no table is kept a block says the same wherever it stands."""
+    """Return the status of a header block, which is always encoded alike without a table."""
     decoder = Decoder()
     decoder.header_table_size = 0
     return _status_in(decoder.decode(block, raw=True))
@@ -394,11 +398,11 @@ class _Run:
         self._connections = [_Connection(load.port, self) for _ in range(load.connections)]
         self._turn = cycle(self._connections)
         self._due: deque[float] = deque()
-        """When the streams that have not begun yet are due, in order."""
+        """Times at which streams that have not begun are due, in order."""
         self._renewed_until_s = float("-inf")
 
     def ended(self, failure: str) -> None:
-        """A stream is over; in a closed loop another one is due."""
+        """Record the end of a stream; another one is due in a closed loop."""
         self._inside -= 1
         if failure:
             self._failed[failure] += 1
@@ -408,7 +412,7 @@ class _Run:
             self._due.append(now)
 
     def run(self) -> Measured:
-        """Play it all."""
+        """Play the whole load."""
         started_s, started_cpu_s = time.monotonic(), time.process_time()
         load, due = self._load, self._due
         if load.rate_per_s:
@@ -456,7 +460,7 @@ class _Run:
             connection.open(next(self._openings), due_s, next(self._nonces))
 
     def _free(self) -> _Connection | None:
-        """The next in turn that may open a stream."""
+        """Return the next connection, round robin, that may open a stream."""
         for _ in self._connections:
             connection = next(self._turn)
             if not connection.closed and len(connection.streams) < connection.streams_max:
@@ -464,7 +468,7 @@ class _Run:
         return None
 
     def _wait(self, now: float) -> None:
-        """Until something came, or could be sent, or a stream is due."""
+        """Wait until data arrived, or can be sent, or a stream is due."""
         by_socket = {each.socket: each for each in self._connections if not each.lost}
         sending = [each.socket for each in by_socket.values() if each.unsent is not None]
         wait_s = _WAIT_S_MAX
@@ -477,7 +481,7 @@ class _Run:
 
 
 def due_times(rate_per_s: float, duration_s: float, seed: int, started_s: float) -> Iterator[float]:
-    """Arrivals of many who know nothing of each other: exponential gaps."""
+    """Yield arrival times of independent clients, with exponential gaps."""
     random = Random(f"report:arrivals:{seed}")
     at_s = random.expovariate(rate_per_s)
     while at_s < duration_s:
@@ -486,14 +490,14 @@ def due_times(rate_per_s: float, duration_s: float, seed: int, started_s: float)
 
 
 def serve(pipe: Pipe, cores: frozenset[int]) -> None:
-    """The generator's process, on `cores`, until it is sent None."""
+    """Run the generator's process on `cores` until it is sent None."""
     if cores:
         os.sched_setaffinity(0, cores)
     made = lru_cache(4)(script)
     numbers = nonces()
     while (load := pipe.recv()) is not None:
         try:
-            # Made before its time counts.
+            # The load is prepared before its time counts.
             played = made(load.shape)
             gc.collect()
             gc.freeze()

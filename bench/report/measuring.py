@@ -1,8 +1,7 @@
-"""The rounds: in each one every server plays the same load, one after the other.
+"""The rounds: every server plays the same load in each, one after the other.
 
 Servers run on one core, the generator and the pods' pages on another. All servers of a comparison
-run from its beginning to its end; those whose turn it is not are idle. From round to round the
-order moves on by one.
+run during the whole comparison; the others are idle. The order rotates by one from round to round.
 """
 
 import contextlib
@@ -42,11 +41,11 @@ _SETTLE_S: Final = 2.0
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """How long all of it takes."""
+    """The extent of a measurement."""
 
     rounds: int = 5
     duration_share: float = 1.0
-    """Of each load's time."""
+    """Factor of each load's time."""
     names: tuple[str, ...] = workloads.NAMES
 
 
@@ -59,15 +58,15 @@ class Sample(Struct, frozen=True, kw_only=True):
     completed: int
     failed: dict[str, int]
     cpu_us: float | None
-    """Of the server, a completed request; None if none was completed."""
+    """CPU of the server per completed request; None if none was completed."""
     requests_per_s: float
     p50_ms: float
     p99_ms: float
     late_p99_ms: float
-    """How late the generator began a stream that was due."""
+    """Delay of the generator for streams that were due."""
     generator_cpu_us: float | None
     generator_share: float
-    """Of its core."""
+    """Share of the generator's core that it used."""
     disturbance: Disturbance
 
 
@@ -83,16 +82,16 @@ class Reading(Struct, frozen=True, kw_only=True):
 
 
 class Results(Struct, kw_only=True):
-    """All there is."""
+    """All results."""
 
     samples: list[Sample]
     readings: list[Reading]
     missing: list[str]
-    """A sentence for each server that is not there."""
+    """A sentence for each missing server."""
 
 
 class Generator:
-    """Context manager: the process that plays."""
+    """Context manager of the process that plays loads."""
 
     def __init__(self, core: frozenset[int]) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -113,7 +112,7 @@ class Generator:
         return self._process.pid
 
     def play(self, load: Load) -> Measured:
-        """Until its last stream has ended."""
+        """Play a load until its last stream has ended."""
         pipe: Pipe = self._pipe
         pipe.send(load)
         told = pipe.recv()
@@ -130,13 +129,13 @@ class Generator:
 
 
 def cores() -> tuple[frozenset[int], frozenset[int]]:
-    """That of the servers, and that of everything else; they are one where there is but one."""
+    """Return the servers' core and the core of everything else; they are one if there is only one."""
     allowed = sorted(os.sched_getaffinity(0))
     return frozenset(allowed[:1]), frozenset(allowed[1:2] or allowed[:1])
 
 
 class Measuring:
-    """All of it, inside `running`. `tell` gets a line whenever something is done."""
+    """The whole measurement, inside `running`. `tell` gets a line for each finished step."""
 
     def __init__(
         self, plan: Plan, generator: Generator, folder: Path, tell: Callable[[str], None]
@@ -153,11 +152,11 @@ class Measuring:
     @classmethod
     @contextlib.contextmanager
     def running(cls, plan: Plan, tell: Callable[[str], None]) -> Iterator["Measuring"]:
-        """With a generator, and a folder for what servers need."""
+        """Start the generator, and create a folder for the servers' files."""
         with tempfile.TemporaryDirectory(prefix="homing-report-") as folder:
             allowed = os.sched_getaffinity(0)
             with Generator(cores()[1]) as generator:
-                # Where the generator is, so that waiting here costs the servers nothing.
+                # This process uses the generator's core, so its waiting costs the servers nothing.
                 os.sched_setaffinity(0, cores()[1])
                 try:
                     measuring = cls(plan, generator, Path(folder), tell)
@@ -167,7 +166,7 @@ class Measuring:
                     os.sched_setaffinity(0, allowed)
 
     def everything(self) -> Results:
-        """What the plan names."""
+        """Measure what the plan names."""
         names = self._plan.names
         loads = [each for each in workloads.LOADS if each.name in names]
         if loads:
@@ -203,7 +202,9 @@ class Measuring:
                 self._rounds(load, [*reference, *picking], served)
 
     def _endpoints(self) -> None:
-        """Without metrics: a thousand pages a second would count as cost of requests."""
+        """Compare numbers of endpoints without metrics, because a thousand pages would count as
+        cost of requests.
+        """
         with contextlib.ExitStack() as stack:
             contestants = [
                 stack.enter_context(
@@ -224,7 +225,7 @@ class Measuring:
             self._rounds(load, contestants, None)
 
     def _operators(self) -> None:
-        """What is kept and told for operators does not depend on the transport either."""
+        """Measure features for operators; they do not depend on the transport either."""
         with contextlib.ExitStack() as stack:
             enter = stack.enter_context
             served = enter(pages(self._other_core, large=False))
@@ -259,7 +260,7 @@ class Measuring:
     def _play(
         self, load: Workload, contestant: Contestant, ours: Sequence[int], *, number: int
     ) -> Sample:
-        """Round -1 warms up: less of it, at the same pace."""
+        """Play one round; round -1 is a shorter warm-up at the same pace."""
         warms = number < 0
         share = min(1.0, WARM_S / load.duration_s) if warms else self._plan.duration_share
         watch = Watch((os.getpid(), self._generator.pid, *ours))
@@ -295,7 +296,7 @@ class Measuring:
         )
 
     def _memory(self) -> None:
-        """How far above an idle picker a large body takes it, in bodies."""
+        """Measure by how much a large body raises the memory of an idle picker, in bodies."""
         load = workloads.LARGE
         for transport in transports():
             with (
@@ -323,7 +324,7 @@ class Measuring:
             self._tell(f"memory: {picker.name}")
 
     def _idle(self) -> None:
-        """Scraping does not depend on the transport: the last one stands for all."""
+        """Measure an idle picker on the last transport, because scraping does not depend on it."""
         transport = transports()[-1]
         lasts_s = workloads.IDLE_S * self._plan.duration_share
         for refresh in workloads.IDLE_CORES_MAX:
@@ -358,5 +359,5 @@ class Measuring:
 
 
 def idle_name(refresh: str) -> str:
-    """Of the readings of `_idle`."""
+    """Return the name of the readings of `_idle`."""
     return f"idle, {refresh or 'default interval'}"

@@ -1,4 +1,4 @@
-"""What is kept and told for operators, switched on piece by piece: each a picker of its own."""
+"""Features for operators, enabled one by one: each combination is a picker of its own."""
 
 import contextlib
 import json
@@ -15,20 +15,22 @@ from epp.plugins.strategies import STRATEGIES
 
 NOTHING: Final = "nothing of it"
 RECORDS: Final = ""
-"""As it is installed."""
+"""Name of the picker as installed."""
 CAPTURE: Final = "and a capture of every request"
 TRACING: Final = "and spans, one of a hundred sampled"
 EVERYTHING: Final = "and a shadow profile"
 SPARINGLY: Final = "all of it, capture and shadow of a tenth"
 NAMES: Final = (NOTHING, RECORDS, CAPTURE, TRACING, EVERYTHING, SPARINGLY)
-"""Each adds to the one before it, but the last."""
+"""Names of the pickers; each adds to the one before it, except the last."""
 _STRATEGY: Final = "homing"
 _SAMPLED_SHARE: Final = "0.01"
 _SPARING_SHARE: Final = 0.1
 
 
 def operated(folder: Path, collector: str) -> list[Settings]:
-    """In the order of `NAMES`; files in `folder`, spans to `collector`, a URL."""
+    """Return the settings in the order of `NAMES`; files go to `folder`, spans to the URL
+    `collector`.
+    """
     spans = {
         "OTEL_EXPORTER_OTLP_ENDPOINT": collector,
         "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
@@ -42,7 +44,7 @@ def operated(folder: Path, collector: str) -> list[Settings]:
     sparing = document | {"shadow": shadow | {"share": _SPARING_SHARE}}
 
     def captured(name: str, *flags: str) -> Settings:
-        """Each into a folder of its own."""
+        """Return settings of a capture into a folder of its own."""
         apart = f"--capture={folder / f'capture-{NAMES.index(name)}'}"
         return Settings(name=name, flags=(apart, *flags), environment=spans)
 
@@ -67,7 +69,7 @@ def _written(file: Path, document: dict[str, Any]) -> str:
 
 
 class _Collector(BaseHTTPRequestHandler):
-    """Takes spans and says so."""
+    """A server that receives spans and confirms them."""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -77,12 +79,12 @@ class _Collector(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Not on the terminal."""
+        """Print nothing to the terminal."""
 
 
 @contextlib.contextmanager
 def collecting() -> Iterator[str]:
-    """The URL of a collector of spans, inside; it keeps none."""
+    """Yield the URL of a collector of spans, which stores none."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Collector)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

@@ -1,8 +1,8 @@
 """Metrics pages of the report's pods.
 
-Small pages have the few series that decide, with other numbers each time; they keep the endpoints
-fresh while requests are measured. Large ones are those of a simulated engine under load, 60 KB and
-more (`bench.scrape.live_pages`).
+Small pages have the few series that influence decisions, with other numbers each time; they keep
+the endpoints fresh while requests are measured. Large ones are those of a simulated engine under
+load, 60 KB and more (`bench.scrape.live_pages`).
 """
 
 from contextlib import AbstractContextManager
@@ -33,5 +33,5 @@ def small_pages() -> list[bytes]:
 
 
 def pages(cores: frozenset[int], *, large: bool) -> AbstractContextManager[Pages]:
-    """Served inside."""
+    """Serve the pages during the context."""
     return served(live_pages(_LONG_NAME) if large else small_pages(), cores)

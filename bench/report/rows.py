@@ -1,4 +1,4 @@
-"""Results to rows: for each aim what was seen, on which floor, and the verdict."""
+"""Conversion of results to rows: the measured value of each aim, its floor, and the verdict."""
 
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -19,18 +19,18 @@ class Row(Struct, frozen=True, kw_only=True):
     title: str
     measure: str
     seen: dict[str, Figure]
-    """Of each transport of Homing."""
+    """Measured value of each transport of Homing."""
     floor: dict[str, Figure]
-    """Of the server on the same transport that does nothing."""
+    """Value of the server on the same transport that does nothing."""
     aim_max: float | None
     judged: str
-    """The transport that the verdict is about."""
+    """The transport of the verdict."""
     verdict: Verdict | None
     reason: str
 
 
 class Reported(Struct, frozen=True):
-    """What the writers are given."""
+    """The input of the writers."""
 
     results: Results
     rows: list[Row]
@@ -42,7 +42,7 @@ class Reported(Struct, frozen=True):
 
 
 def rows(results: Results, transports: Sequence[str]) -> list[Row]:
-    """In the order of the aims; those of workloads that were not played are left out."""
+    """Return rows in the order of the aims, without workloads that were not played."""
     made = _Rows(results, transports)
     for load in workloads.LOADS:
         made.add_load(load)
@@ -141,7 +141,7 @@ class _Rows:
         return " ".join(self._results.missing)
 
     def add_load(self, load: Workload) -> None:
-        """A row for each of its aims."""
+        """Add a row for each of the load's aims."""
         played = [each for each in self._results.samples if each.workload == load.name]
         if not played:
             return
@@ -150,7 +150,7 @@ class _Rows:
             self._add(
                 load.title,
                 _FAILED,
-                # The worst round counts: an aim of none has no median.
+                # The worst round counts, because an aim of no failures has no median.
                 lambda each: _worst(self._samples(name, homing(each))),
                 0.0,
                 played,
@@ -188,7 +188,9 @@ class _Rows:
         )
 
     def add_lean_against_grpcio(self) -> None:
-        """In the same rounds, on the same core."""
+        """Add the row that compares the lean transport with grpcio in the same rounds, on the same
+        core.
+        """
         name = workloads.REQUEST.name
         played = [each for each in self._results.samples if each.workload == name]
         if not played:
@@ -204,7 +206,7 @@ class _Rows:
         )
 
     def add_endpoints(self) -> None:
-        """A thousand against ten."""
+        """Add the row that compares a thousand endpoints with ten."""
         played = [each for each in self._results.samples if each.workload == "endpoints"]
         if not played:
             return
@@ -222,7 +224,7 @@ class _Rows:
         )
 
     def add_operators(self) -> None:
-        """What is kept and told for operators, against nothing of it."""
+        """Add rows that compare features for operators with none of them."""
         for load in workloads.OPERATED:
             played = [each for each in self._results.samples if each.workload == load.name]
             for name in NAMES:
@@ -241,7 +243,7 @@ class _Rows:
                     )
 
     def add_readings(self, name: str, title: str, measure: str, aim_max: float) -> None:
-        """Memory, or an idle picker."""
+        """Add a row for memory, or for an idle picker."""
         read = [each for each in self._results.readings if each.name == name]
         if read:
             self._add(
@@ -264,8 +266,10 @@ def _worst(samples: Sequence[Sample]) -> Figure | None:
 
 
 def tail(p50_ms: float, p99_ms: float, alone_p50_ms: float) -> float:
-    """How long the slow ones wait, as a ratio. Where nothing keeps up all wait alike, so p50 counts
-    too, in units of what a request takes that meets no other.
+    """Return the wait of slow requests as a ratio.
+
+    All requests wait alike if a server does not keep up. p50 therefore counts too, in units of the
+    time of a request that meets no other.
     """
     return max(p99_ms / p50_ms, p50_ms / alone_p50_ms)
 
@@ -277,7 +281,7 @@ def _read(readings: Sequence[Reading], contestant: str) -> Figure | None:
 def _reason(
     verdict: Verdict, seen: Figure | None, aim_max: float, floor: Figure | None, transport: str
 ) -> str:
-    """Why an aim is not met, as far as the floor tells; and whether rounds disagreed."""
+    """Return why an aim is not met, as far as the floor shows it, and whether rounds disagreed."""
     if seen is None or verdict not in {Verdict.MET, Verdict.NOT_MET}:
         return ""
     parts = []

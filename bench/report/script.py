@@ -1,8 +1,8 @@
-"""What a gateway says on a stream, as bytes ready to be sent: the messages of one workload.
+"""The messages of a gateway on a stream, as bytes that are ready to be sent.
 
-Every prompt is different: in each body a number of `NONCE_DIGITS` digits stands where the question
-begins, or where the whole prompt begins if nothing is shared. What is before it is what chats share
-(`bench.decision.Chats`). A stream costs the generator a copy and two or three numbers written in.
+Every prompt is different: each body contains a number of `NONCE_DIGITS` digits where the question
+begins, or where the whole prompt begins if nothing is shared. Chats share the part before it
+(`bench.decision.Chats`). A stream costs the generator a copy and two or three inserted numbers.
 """
 
 import struct
@@ -26,21 +26,21 @@ from bench.raw_http2 import DATA, END_HEADERS, EXT_PROC, HEADERS, frame, grpc_me
 
 NONCE_DIGITS: Final = 16
 FRAME_BYTES_MAX: Final = 16_384
-"""What Envoy sends in a DATA frame, and the least that every peer takes."""
+"""Bytes that Envoy sends in a DATA frame, and that every peer accepts."""
 _MARK: Final = b"#" * NONCE_DIGITS
 _TEMPLATES_BYTES_MAX: Final = 16 * 2**20
 _TEMPLATES_MAX: Final = 256
 
 
 class Shape(Struct, frozen=True, kw_only=True):
-    """What a request is made of."""
+    """The composition of a request."""
 
     body_bytes: int
     shares: bool = True
-    """Whether three quarters of a prompt may have been seen before."""
+    """True if three quarters of a prompt may have been seen before."""
     response_headers: bool = False
     response_chunks: int = 0
-    """Chunks of a streamed response that pass through; they come after response headers."""
+    """Chunks of a streamed response that pass through, after response headers."""
 
 
 class Opening(Struct, frozen=True, kw_only=True):
@@ -49,24 +49,24 @@ class Opening(Struct, frozen=True, kw_only=True):
     payload: bytes
     """gRPC messages: headers and body."""
     framed: bytes
-    """The same in frames, with the HEADERS frame before them."""
+    """The messages in frames, after the HEADERS frame."""
     streams_at: tuple[int, ...]
-    """Where in `framed` a stream's number stands."""
+    """Positions of the stream's number in `framed`."""
     nonce_at: tuple[tuple[int, int], ...]
-    """(where in `framed`, how many digits) for each part of the number."""
+    """(Position in `framed`, number of digits) of each part of the nonce."""
     payload_nonce_at: int
     body_bytes: int
 
 
 class Script(Struct, frozen=True, kw_only=True):
-    """A workload's streams. An element of `later` is sent when the one before it was answered."""
+    """A workload's streams. An element of `later` is sent when the previous one was answered."""
 
     openings: tuple[Opening, ...]
     later: tuple[bytes, ...]
 
 
 def script(shape: Shape) -> Script:
-    """What streams of `shape` say; the same in every process."""
+    """Return the script of streams of `shape`; it is the same in every process."""
     header = headers_message() if not shape.response_chunks else _echoing_headers()
     each = max(1, min(_TEMPLATES_MAX, _TEMPLATES_BYTES_MAX // shape.body_bytes))
     chats = Chats(shape.body_bytes, max(5, min(shape.body_bytes // 1_600, 288)))
@@ -83,12 +83,12 @@ def script(shape: Shape) -> Script:
 
 
 def nonces() -> Iterator[bytes]:
-    """Digits, no two alike in a process."""
+    """Yield digits, all different within a process."""
     return (b"%0*d" % (NONCE_DIGITS, number) for number in count(1))
 
 
 def _marked(body: bytes, shape: Shape, random: Random) -> bytes:
-    """With `_MARK` as the first thing that is new in the prompt."""
+    """Return `body` with `_MARK` as the first new text of the prompt."""
     before = b'"content": "'
     at = body.index(before) if not shape.shares else body.rindex(before)
     at += len(before)
@@ -123,7 +123,7 @@ _NUMBER: Final = struct.Struct(">I")
 
 
 def framed(opening: Opening, stream: int, nonce: bytes) -> bytearray:
-    """`opening` of stream number `stream`, in one piece."""
+    """Return `opening` for stream number `stream`, in one piece."""
     made = bytearray(opening.framed)
     for at in opening.streams_at:
         _NUMBER.pack_into(made, at, stream)
@@ -135,7 +135,7 @@ def framed(opening: Opening, stream: int, nonce: bytes) -> bytearray:
 
 
 def payload(opening: Opening, nonce: bytes) -> bytes:
-    """The gRPC messages of `opening` alone."""
+    """Return the gRPC messages of `opening` alone."""
     at = opening.payload_nonce_at
     return opening.payload[:at] + nonce + opening.payload[at + NONCE_DIGITS :]
 

@@ -1,4 +1,4 @@
-"""Medians, spread, and whether an aim is met; when there is nothing to be said, that and why."""
+"""Medians, spread, and verdicts about aims, or the reason why there is none."""
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -13,9 +13,9 @@ ROUNDS_MIN: Final = 5
 OTHERS_CORES_MAX: Final = 0.1
 STOLEN_CORES_MAX: Final = 0.02
 DISTURBED_SHARE_MAX: Final = 0.2
-"""Of the rounds: a median stands one in five."""
+"""Maximum share of disturbed rounds; a median tolerates one in five."""
 GENERATOR_SHARE_MAX: Final = 0.9
-"""Of its core: above it the generator may be what was measured."""
+"""Maximum share of the generator's core; above it the generator may have been measured."""
 
 
 class Verdict(StrEnum):
@@ -28,7 +28,7 @@ class Verdict(StrEnum):
 
 
 class Figure(Struct, frozen=True):
-    """Of some rounds."""
+    """Median and spread over rounds."""
 
     median: float
     low: float
@@ -37,14 +37,14 @@ class Figure(Struct, frozen=True):
 
 
 def figure(values: Sequence[float]) -> Figure | None:
-    """Median and spread; None of nothing."""
+    """Return median and spread, or None if there are no values."""
     if not values:
         return None
     return Figure(median(values), min(values), max(values), len(values))
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The least value that `share` of them do not exceed; 0 of nothing."""
+    """Return the least value that `share` of them do not exceed; 0 if there are none."""
     ordered = sorted(values)
     if not ordered:
         return 0.0
@@ -53,12 +53,14 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def ratios(of: Mapping[int, float], to: Mapping[int, float]) -> list[float]:
-    """Round by round, in the rounds that both have: what varies between rounds cancels out."""
+    """Return ratios round by round, in the rounds that both have, so variation between rounds
+    cancels.
+    """
     return [value / to[number] for number, value in sorted(of.items()) if to.get(number)]
 
 
 def is_busy(disturbances: Sequence[Disturbance]) -> bool:
-    """Whether others disturbed so many rounds that a median may be theirs."""
+    """Return True if others disturbed so many rounds that the median is not reliable."""
     disturbed = sum(
         each.others_cores > OTHERS_CORES_MAX or each.stolen_cores > STOLEN_CORES_MAX
         for each in disturbances
@@ -73,7 +75,7 @@ def judge(
     disturbances: Sequence[Disturbance],
     generator_shares: Sequence[float] = (),
 ) -> Verdict:
-    """Whether the median is within the aim, if this can be said at all."""
+    """Return whether the median is within the aim, if this can be decided."""
     if seen is None:
         return Verdict.MISSING
     if seen.rounds < ROUNDS_MIN:
@@ -86,5 +88,5 @@ def judge(
 
 
 def crosses(seen: Figure, aim_max: float) -> bool:
-    """Whether single rounds would have said otherwise than their median."""
+    """Return True if single rounds disagree with their median."""
     return seen.low <= aim_max < seen.high

@@ -1,4 +1,4 @@
-"""What is played, and the aims. All prompts are different; what they share `script` tells."""
+"""The loads, and the aims. All prompts are different; `script` describes what they share."""
 
 from typing import Final
 
@@ -8,7 +8,7 @@ from bench.report.script import Shape
 
 
 class Workload(Struct, frozen=True, kw_only=True):
-    """Streams of one shape, and how they arrive (`bench.report.generator.Load`)."""
+    """Streams of one shape, and their arrival (`bench.report.generator.Load`)."""
 
     name: str
     title: str
@@ -19,13 +19,13 @@ class Workload(Struct, frozen=True, kw_only=True):
     rate_per_s: float = 0.0
     at_once: int = 0
     against_g_max: float | None = None
-    """Aim: CPU a request, in units of G."""
+    """Maximum CPU of a request in units of G, as an aim."""
     tail_max: float | None = None
-    """Aim: p99 in units of p50."""
+    """Maximum p99 in units of p50, as an aim."""
     fails_never: bool = False
-    """Aim: no stream fails, in any round."""
+    """True if the aim is that no stream fails in any round."""
     floors: bool = True
-    """Whether the servers that do nothing on Homing's transports play too."""
+    """True if the servers that do nothing on Homing's transports play too."""
 
 
 _8_KB: Final = Shape(body_bytes=8_000)
@@ -51,7 +51,7 @@ ALONE: Final = Workload(
     duration_s=1.0,
     floors=False,
 )
-"""Nothing waits here: by it one sees whether a server keeps up in an open loop."""
+"""Load without any waiting, which shows whether a server keeps up in an open loop."""
 
 ANSWERED: Final = Workload(
     name="8kb-response",
@@ -122,16 +122,16 @@ OPERATED: Final = (
         shape=Shape(body_bytes=450_000, response_headers=True),
     ),
 )
-"""A prompt of 450 KB has fifty-six times as many blocks as one of 8 KB."""
+"""Ratio of the blocks of a 450 KB prompt to those of an 8 KB one, which is fifty-six."""
 OPERATED_RATIO_MAX: Final = 1.05
-"""All that is kept and told for operators against nothing of it."""
+"""Maximum cost of all features for operators, relative to none of them."""
 MEMORY_IN_BODIES_MAX: Final = 4.0
 IDLE_CORES_MAX: Final = {"200ms": 0.08, "": 0.05}
-"""Interval of scrapes that is asked for, "" for the default -> aim."""
+"""Interval of scrapes ("" for the default) -> maximum number of cores."""
 IDLE_S: Final = 2.0
 SOAK: Final = "python -m bench.soak --minutes 120 --rate-per-s 300"
 
 APART: Final = ("endpoints", "operators")
-"""Played by pickers of their own, against each other."""
+"""Comparisons with pickers of their own, against each other."""
 NAMES: Final = (*(each.name for each in LOADS), *APART, "memory", "idle")
-"""What `--only` takes."""
+"""Names that `--only` accepts."""

@@ -39,7 +39,7 @@ were due."""
 
 
 def to_json(reported: Reported, machine: Mapping[str, object]) -> bytes:
-    """Everything, each round of it."""
+    """Return everything, including each round."""
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "machine": dict(machine),
@@ -53,7 +53,7 @@ def to_json(reported: Reported, machine: Mapping[str, object]) -> bytes:
 
 
 def to_markdown(reported: Reported, machine: Mapping[str, object]) -> str:
-    """A page to be read; medians, and in brackets the least and the greatest of the rounds."""
+    """Return a page with medians, and with the least and the greatest round in brackets."""
     results = reported.results
     parts = [
         "# Performance report",
@@ -228,7 +228,9 @@ _BAR, _GAP = 13, 16
 
 
 def to_svg(reported: Reported) -> str:
-    """CPU a request in units of G, a bar a server; whiskers from the least round to the greatest."""
+    """Return bars of CPU per request in units of G, with whiskers from the least round to the
+    greatest.
+    """
     groups = _groups(reported)
     known = [value for group in groups for one in group[2] for value in (one[1].low, one[1].high)]
     x = Axis.over([*known, 1.0], logarithmic=True)

@@ -1,1 +1,1 @@
-"""Servers that do nothing: each plays a picker's answers at the least cost of its transport."""
+"""Servers that do nothing: each gives a picker's answers at the least cost of its transport."""

@@ -1,13 +1,13 @@
-"""What every server here says: the answers of a picker without a picker, as bytes.
+"""The answers of a picker as bytes, without a picker, for all servers of this folder.
 
-Nothing is decoded but the tag and the lengths in front of a body, so that what a server costs is
-what its transport costs. Only the shapes that the generator sends are understood.
+Only the tag and the lengths in front of a body are decoded, so the cost of a server is that of its
+transport. Only the shapes that the generator sends are supported.
 """
 
 from typing import Final
 
 CHUNK_BYTES_MAX: Final = 62_000
-"""Of a body that is echoed: what a gateway takes in one message."""
+"""Maximum bytes of an echoed chunk, which a gateway accepts in one message."""
 
 _REQUEST_HEADERS, _RESPONSE_HEADERS, _REQUEST_BODY, _RESPONSE_BODY = 0x12, 0x1A, 0x22, 0x2A
 """Tags of `ProcessingRequest`, which begin its messages here."""
@@ -16,7 +16,7 @@ _END_OF_STREAM: Final = b"\x10\x01"
 
 
 def varint(number: int) -> bytes:
-    """As protobuf writes lengths."""
+    """Encode a length as protobuf does."""
     parts = bytearray()
     while number > 0x7F:
         parts.append(number & 0x7F | 0x80)
@@ -48,14 +48,14 @@ RESPONSE_HEADERS_ANSWER: Final = _field(0x12, b"")
 
 
 def body_answer(chunk: bytes, *, last: bool, response: bool) -> bytes:
-    """`chunk` as it came: `ProcessingResponse.{request,response}_body`, streamed."""
+    """Return `chunk` unchanged as a streamed `ProcessingResponse.{request,response}_body`."""
     streamed = (_field(0x0A, chunk) if chunk else b"") + (_END_OF_STREAM if last else b"")
     mutation = _field(0x1A, _field(0x1A, streamed))
     return _field(0x22 if response else 0x1A, _field(0x0A, mutation))
 
 
 class Conversation:
-    """One stream: messages in, answers out. It holds the body until it has ended."""
+    """One stream: messages in, answers out. It stores the body until the body has ended."""
 
     __slots__ = ("_pieces",)
 
@@ -63,7 +63,9 @@ class Conversation:
         self._pieces: list[bytes] = []
 
     def answers(self, message: bytes) -> list[bytes]:
-        """To the next message, in order; those to request headers wait for the body's end."""
+        """Return the answers to the next message; those to request headers wait for the body's
+        end.
+        """
         kind = message[0]
         if kind == _RESPONSE_BODY:
             piece, last = _body(message)
@@ -94,7 +96,7 @@ class Conversation:
 
 
 def _body(message: bytes) -> tuple[bytes, bool]:
-    """`HttpBody`: the piece, and whether it is the last."""
+    """Return the piece of an `HttpBody`, and whether it is the last."""
     size, at = _read_varint(message, 1)
     end = at + size
     piece = b""

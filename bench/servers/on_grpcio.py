@@ -1,4 +1,4 @@
-"""`python -m bench.servers.on_grpcio`: the answers on grpc.aio and uvloop. Prints its port."""
+"""The answers on grpc.aio and uvloop: `python -m bench.servers.on_grpcio`. It prints its port."""
 
 import asyncio
 import sys

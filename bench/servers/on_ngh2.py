@@ -1,6 +1,6 @@
-"""`python -m bench.servers.on_ngh2`: the answers on ngh2 and asyncio. Prints its port.
+"""The answers on ngh2 and asyncio: `python -m bench.servers.on_ngh2`. It prints its port.
 
-It has none of the limits that a server needs, and trusts its one client.
+The server has none of the limits that a server needs, and trusts its one client.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class _Stream:
 
 
 class _Protocol(asyncio.Protocol):
-    """One connection: everything that came is taken, then everything there is to say is sent."""
+    """One connection: it takes all received data, then sends all answers."""
 
     def __init__(self) -> None:
         self._http2 = Connection(Role.SERVER, Configuration())

@@ -1,9 +1,10 @@
-"""Ideas of others, side by side: each a few small plugins and the configuration that names them.
+"""Strategies of other routers: each is a few small plugins and the configuration that names them.
 
-A module is a family: what one project ships, or what rests on one idea. It may have `FILTERS`,
-`SCORERS`, `PICKERS` and `INDEXES`, tuples of plugin classes, and has `STRATEGIES`. Like all plugins
-these do no I/O and own neither clock nor dice; what they remember is in affinity indexes. Homing
-finds them by the entry points of pyproject.toml, as it finds anybody's.
+A module is a family: the strategies of one project, or those of one idea. It may have `FILTERS`,
+`SCORERS`, `PICKERS` and `INDEXES`, tuples of plugin classes, and it has `STRATEGIES`. Like all
+plugins, these do no I/O and use neither clock nor random numbers of their own; their state is in
+affinity indexes. Homing finds them by the entry points of pyproject.toml, like plugins of any
+distribution.
 """
 
 from types import ModuleType
@@ -57,7 +58,7 @@ FAMILIES: Final[tuple[ModuleType, ...]] = (
     smetric,
     smg_cache_aware,
 )  # fmt: skip
-"""In the order in which tables show them."""
+"""Modules in the order in which tables show them."""
 
 STRATEGIES: Final[tuple[Strategy, ...]] = tuple(
     strategy for family in FAMILIES for strategy in family.STRATEGIES
@@ -68,4 +69,4 @@ PLUGINS: Final[tuple[type[Any], ...]] = tuple(
     for kind in ("FILTERS", "SCORERS", "PICKERS", "INDEXES")
     for plugin in getattr(family, kind, ())
 )
-"""The entry points of `homing.plugins` name each of them."""
+"""All plugin classes; the entry points of `homing.plugins` name each of them."""

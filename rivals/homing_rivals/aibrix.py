@@ -1,7 +1,7 @@
 """AIBrix: most of the prefix with a guard against imbalance, by a table of hashes or by a tree.
 
 Source: `pkg/plugins/gateway/algorithms` and `pkg/utils/prefixcacheindexer` of vllm-project/aibrix
-(2026-08). Its fairness has a file of its own, and so has Preble, whose cost its third policy takes.
+(2026-08). Its fairness is in a file of its own, and so is Preble, whose cost its third policy uses.
 """
 
 from typing import Annotated, ClassVar, Final
@@ -25,20 +25,21 @@ from homing_rivals.routed_blocks import RoutedBlocksSettings
 
 
 class GuardedPrefix(Parameters, frozen=True):
-    """Most percent of the prompt, then fewest requests, of those with R <= mean R + k x sigma.
+    """Most percent of the prompt, then fewest requests, of endpoints with R <= mean R + k x sigma.
 
-    Percent is floor(100 x matched / total), sigma that of the sample (n - 1), R what is in flight.
-    If nobody is within, argmin R. Where max R - min R > `imbalance_requests` only those with min R
-    are looked at.
+    Percent is floor(100 x matched / total), sigma that of the sample (n - 1), R the requests in
+    flight. The endpoint with the least R wins if no endpoint is within the bound. The rule
+    considers only endpoints with min R if max R - min R > `imbalance_requests`.
 
-    `imbalance_requests` 8 and `sigma_factor` 1 are its code's; its documentation says 16 and 2.
-    Where 8 comes from: tuned for 4,000 tokens in and 2,000 out on A10 and A100 (PR #933).
+    `imbalance_requests` 8 and `sigma_factor` 1 are its code's; its documentation says 16 and 2. The
+    value 8 was tuned for 4,000 tokens in and 2,000 out on A10 and A100 (PR #933).
 
-    Kept: percent are whole, so blocks less than a hundredth of the prompt apart are equal; what of
-    a prompt its table loses under pressure is the head. Differs: the order among equals is by turns
-    or by draw, as the picker is; blocks have 16 tokens, where its code has 4 bytes and its
-    documentation 128 tokens; the table has 200,000 (block, endpoint) pairs, of which who has most
-    loses its oldest, where AIBrix's has as many blocks in one order and forgets those of 20 minutes.
+    Kept: percent are whole numbers, so blocks less than a hundredth of the prompt apart are equal;
+    its table loses the head of a prompt under pressure. Differs: the order among equals is round
+    robin or random, by the picker; blocks have 16 tokens, where its code has 4 bytes and its
+    documentation 128 tokens. The table has 200,000 (block, endpoint) pairs, and the endpoint with
+    most loses its oldest. AIBrix's table has as many blocks in one order and forgets those of 20
+    minutes.
     """
 
     type_name: ClassVar[str] = "guarded-prefix-scorer"
@@ -48,7 +49,7 @@ class GuardedPrefix(Parameters, frozen=True):
     imbalance_requests: Annotated[int, Meta(ge=0)] = 8
     sigma_factor: Annotated[float, Meta(ge=0)] = 1.0
     index: str = RoutedBlocksSettings.type_name
-    """Name of what knows who holds what."""
+    """Name of the index of cached blocks."""
 
     @property
     def producer(self) -> str | None:
@@ -64,7 +65,7 @@ class GuardedPrefix(Parameters, frozen=True):
         else:
             sigma = float(inflight.std(ddof=1)) if len(inflight) > 1 else 0.0
             eligible = inflight <= float(inflight.mean()) + self.sigma_factor * sigma
-        # Somebody is not above the mean, so somebody is eligible.
+        # At least one endpoint is not above the mean, so one is eligible.
         eligible &= percent == percent[eligible].max()
         eligible &= inflight == inflight[eligible].min()
         scores: Floats = eligible.astype(np.float64)
@@ -76,7 +77,7 @@ SCORERS: Final = (GuardedPrefix,)
 STRATEGIES: Final = (
     Strategy(
         name="aibrix-prefix",
-        idea="AIBrix, prefix-cache: most of the prompt, of those within a sigma of the mean load.",
+        idea="AIBrix, prefix-cache: most of the prompt, among endpoints within a sigma of the mean load.",
         omissions=(
             "blocks of 4 bytes, here 16 tokens; forgetting after 20 minutes; adapters: there a "
             "controller places them, and only those pods are asked"

@@ -1,7 +1,7 @@
-"""AIBrix's `vtc-basic`: who had much is sent to late endpoints of the list.
+"""AIBrix's `vtc-basic`: users with many tokens are sent to late endpoints of the list.
 
-Source: `pkg/plugins/gateway/algorithms/vtc` of vllm-project/aibrix (2026-08), after the virtual token
-counter of Sheng et al., "Fairness in Serving Large Language Models" (2024).
+Source: `pkg/plugins/gateway/algorithms/vtc` of vllm-project/aibrix (2026-08), after the virtual
+token counter of Sheng et al., "Fairness in Serving Large Language Models" (2024).
 """
 
 from random import Random
@@ -27,14 +27,15 @@ from homing_rivals.user_tokens import TOKENS, TOKENS_MAX, TOKENS_MIN, UserTokens
 class UserTokenPlace(Parameters, frozen=True):
     """Prefer endpoint i of n by |i - place| + min(R / `requests_max`, 1), the least first.
 
-    place = min(tokens of the user / max(`tokens_min`, (least + most of any user) / 2), n - 1), tokens
-    in and twice those out in 5 minutes, R what is in flight there. The score is 1 - that / n. A
-    request without a user is anybody's.
+    place = min(tokens of the user / max(`tokens_min`, (least + most of any user) / 2), n - 1). The
+    tokens are those in and twice those out in 5 minutes; R is the requests in flight there. The
+    score is 1 - that / n. A request without a user may go to any endpoint.
 
-    Kept: it is no queueing by virtual tokens. Users with much share the last endpoints of the list,
-    whoever else is there, and those with little the first; in one pool the order of the list decides.
+    Kept: it does not queue by virtual tokens. Users with many tokens share the last endpoints of
+    the list, whatever others do, and those with few the first; the order of the list decides in one
+    pool.
 
-    Differs: answers are estimated only, their real length never comes in; the least and most of all
+    Differs: answers are estimated, and their real length is never used; the least and most of all
     users are up to a second old.
     """
 
@@ -63,7 +64,7 @@ class UserTokenPlace(Parameters, frozen=True):
 
 
 class NoisyMaxScore(Parameters, frozen=True):
-    """The highest of sum - U(0, `noise`) / n, where n is how many there are.
+    """The highest of sum - U(0, `noise`) / n, where n is the number of candidates.
 
     n times the sums of `user-token-place-scorer` are in the unit of its cost, and so is the noise.
     """

@@ -1,4 +1,4 @@
-"""A prefix index that also knows the load in blocks: what runs where, and what missed lately."""
+"""A prefix index that also counts the load in blocks: running blocks, and recent misses."""
 
 from typing import Annotated, Any, ClassVar
 
@@ -24,14 +24,14 @@ from epp.plugins.contract import (
 class BlockLoadSettings(
     PrefixIndexSettings, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True
 ):
-    """`block-load-producer`: as `approx-prefix-cache-producer`, with three columns of load.
+    """`block-load-producer`: an `approx-prefix-cache-producer` with three columns of load.
 
-    - `active_blocks`: blocks of the requests in flight there, one that several share counted once;
-    - `new_blocks`: those of this prompt that it would add to them;
+    - `active_blocks`: blocks of the requests in flight there; a block that several share counts once;
+    - `new_blocks`: blocks of this prompt that would be added to them;
     - `recent_miss_blocks`: blocks that prompts sent there missed, each fading by `miss_decay` with
-      every request that anybody gets.
+      every request to any endpoint.
 
-    Blocks of 64 tokens or more, where engines count 16 or 32. Answers are not among them.
+    Blocks have 64 tokens or more, where engines count 16 or 32. Answers are not included.
     """
 
     type_name: ClassVar[str] = "block-load-producer"
@@ -47,50 +47,53 @@ class BlockLoadSettings(
 
     miss_decay: Annotated[float, Meta(ge=0, le=1)] = 0.97
     active_blocks_max: Annotated[int, Meta(ge=1)] = 500_000
-    """Of all endpoints together, about 80 bytes each; requests above it are not counted."""
+    """Limit for all endpoints together, about 80 bytes each; requests above it are not counted."""
 
     def open(self) -> AffinityIndex:
-        """A new, empty index."""
+        """Return a new, empty index."""
         return BlockLoadIndex(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply to a running index all but the block size; False if that differs."""
+        """Apply all parameters except the block size to a running index; return False if that
+        differs.
+        """
         return isinstance(index, BlockLoadIndex) and index.adopt(self)
 
 
 class _Load(Struct):
-    """What one `record` added."""
+    """The additions of one `record`."""
 
     generation: int
     missed: int
     pick: int
     lengths: list[int]
-    """Blocks of each prompt that are counted as running."""
+    """Blocks of each prompt that count as running."""
     ended: bool = False
 
 
 class BlockLoadIndex(PrefixIndex):
-    """`AffinityIndex` and `CountsInflight`; the unit is one full block."""
+    """An `AffinityIndex` that also `CountsInflight`; the unit is one full block."""
 
     def __init__(self, settings: BlockLoadSettings) -> None:
         super().__init__(settings)
         self._load_settings = settings
         self.active = HeldBlocks()
         self._generations: dict[int, int] = {}
-        """Slot -> how often it was forgotten: what was in flight before counts nowhere."""
+        """Slot -> number of times that it was forgotten; earlier requests in flight count nowhere.
+        """
         self._missed = np.zeros(0)
-        """By slot: blocks that it missed, faded to now."""
+        """Missed blocks by slot, faded to now."""
         self._picks = 0
 
     def adopt(self, settings: BlockLoadSettings) -> bool:
-        """As `PrefixIndex.configure`; a smaller limit is for requests to come."""
+        """Adopt settings as `PrefixIndex.configure` does; a smaller limit applies to new requests."""
         if not self.configure(settings):
             return False
         self._load_settings = settings
         return True
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """What each slot is believed to hold, and the columns of its load."""
+        """Return the estimated prefix of each slot, and the columns of its load."""
         known = super().match(request, slots, now)
         active = self.active.held(slots)
         added = np.full(slots, float(known.total))
@@ -104,7 +107,9 @@ class BlockLoadIndex(PrefixIndex):
         return Affinity(known.matched, known.total, columns)
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
-        """`slot` holds, runs, and as far as it did not hold them missed, the blocks of `request`."""
+        """Record that `slot` caches and runs the blocks of `request`, and missed those it had not
+        cached.
+        """
         recorded = super().record(request, slot, now)
         held = recorded[2]
         missed = sum(map(len, self.share(request))) // HASH_BYTES - sum(held)
@@ -123,11 +128,11 @@ class BlockLoadIndex(PrefixIndex):
         return recorded, _Load(generation, missed, self._picks, lengths if counted else [])
 
     def release(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """The blocks of `request` run at `slot` no longer."""
+        """Record that the blocks of `request` no longer run at `slot`."""
         self._end(request, slot, recorded[1])
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """As if `request` had never been sent to `slot`."""
+        """Undo the record of `request` at `slot`."""
         held, load = recorded
         super().retract(request, slot, held, now)
         if self._end(request, slot, load):
@@ -135,18 +140,18 @@ class BlockLoadIndex(PrefixIndex):
             self._missed[slot] = max(0.0, self._missed[slot] - faded)
 
     def forget(self, slot: int) -> None:
-        """The slot holds nothing, runs nothing and missed nothing."""
+        """Forget the blocks, the running requests and the misses of the slot."""
         super().forget(slot)
         self.active.forget(slot)
         self._missed[slot : slot + 1] = 0.0
         self._generations[slot] = self._generations.get(slot, 0) + 1
 
     def _end(self, request: InferenceRequest, slot: int, load: "_Load") -> bool:
-        """Uncount `request` at `slot`; False: it counts there no more."""
+        """Stop counting `request` at `slot`; return False if it no longer counts there."""
         if load.ended or load.generation != self._generations.get(slot, 0):
             return False
         load.ended = True
-        # What looks at a prompt may have got a new limit meanwhile; the chains are as they were.
+        # The limit of examined blocks may have changed meanwhile; the chains have not.
         chains = request.chains_of(
             self.block_tokens * BYTES_PER_TOKEN, self._load_settings.blocks_max
         )

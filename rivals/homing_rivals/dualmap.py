@@ -28,21 +28,22 @@ from homing_rivals.prefix_popularity import PrefixPopularitySettings
 _INDEX: Final = PrefixPopularitySettings.type_name
 _APPROXIMATE: Final = "approx-prefix-cache-producer"
 _OTHER: Final = 0x9E3779B97F4A7C15
-"""Makes the second hash of a prefix another one: 2^64 divided by the golden ratio."""
+"""Changes the second hash of a prefix: 2^64 divided by the golden ratio."""
 
 
 class TwoHashes(Parameters, frozen=True):
-    """DualMap: of two endpoints of a prefix who holds more; if too late, who is less loaded.
+    """DualMap: the one of a prefix's two endpoints that caches more; the less loaded one if it is
+    too late.
 
-    They are h1(prefix) and h2(prefix). Too late: (P(e) + T - hit(e)) / v(e) > `ttft_slo`. P:
-    uncached tokens waiting there, which are its load too; T: tokens of the prompt; hit: those that
-    e is believed to hold; v: its prefill speed. The chosen one scores 1, the other 0.5, all others
-    0. A prompt without a full block goes by load.
+    The two endpoints are h1(prefix) and h2(prefix). Too late means (P(e) + T - hit(e)) / v(e) >
+    `ttft_slo`. P is the uncached tokens waiting there, which are its load too; T the tokens of the
+    prompt; hit those that e is estimated to have cached; v its prefill speed. The chosen endpoint
+    scores 1, the other 0.5, all others 0. A prompt without a full block is placed by load.
 
-    Differs: rendezvous hashing in place of two rings, with the same stability; `ttft_slo` and how
-    long a prefix is are our choice, because the paper's are not known
-    (`prefix-popularity-producer`); what waits at an endpoint is not moved to its other one, because
-    it has left the picker.
+    Differs: rendezvous hashing in place of two rings, with the same stability; `ttft_slo` and the
+    length of a prefix are our choice, because the paper's are unknown
+    (`prefix-popularity-producer`); a request that waits at an endpoint does not move to the other
+    one, because it has left the picker.
     """
 
     type_name: ClassVar[str] = "two-hashes-scorer"
@@ -61,7 +62,7 @@ class TwoHashes(Parameters, frozen=True):
 
     ttft_slo: Duration = Duration(5.0)
     block_tokens: Annotated[int, Meta(ge=16, le=4_096)] = 64
-    """As in `prefix-popularity-producer`."""
+    """Tokens in a block, as in `prefix-popularity-producer`."""
 
     @property
     def producer(self) -> str | None:
@@ -85,7 +86,9 @@ class TwoHashes(Parameters, frozen=True):
 
 
 def _two(candidates: Candidates, key: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-    """The positions of the winners for `key` under either hash, different ones if there are two."""
+    """Return the positions of the winners for `key` under both hashes, different ones if there are
+    two.
+    """
     first = int(candidates.rendezvous(key).argmax())
     weights = candidates.rendezvous(key ^ _OTHER)
     weights[first] = 0

@@ -1,16 +1,16 @@
-"""NVIDIA Dynamo's KV router: blocks to prefill plus blocks that run, or two tiers of rules.
+"""NVIDIA Dynamo's KV router: blocks to prefill plus running blocks, or two tiers of rules.
 
 Sources: ai-dynamo/dynamo 1.6, `lib/kv-router` and `lib/router-plugins`.
 
-Its queue is `dynamo-queue`: while every worker has more than `router_queue_threshold` (16) times its
-`max_num_batched_tokens` (8,192) uncached tokens to prefill, requests wait in the router, first come
-first served, and who comes while any waits waits too. They are matched when they are let go. Left out
-of it: priorities, other orders (last come first served, shortest prefill first), classes with queues and
-limits of their own, and workers that differ in `max_num_batched_tokens`. It is off in Dynamo unless asked
-for, and so in the other strategies.
+Its queue is `dynamo-queue`. Requests wait in the router, first come, first served, while every
+worker has more than `router_queue_threshold` (16) times its `max_num_batched_tokens` (8,192)
+uncached tokens to prefill. A new request waits too while any waits. Requests are matched when they
+are released. The copy omits priorities, other orders (last come first served, shortest prefill
+first), classes with queues and limits of their own, and workers that differ in
+`max_num_batched_tokens`. The queue is off by default in Dynamo, and so in the other strategies.
 
-Left out of all: its filter by adapter, over a table of which worker is to have which that the frontend
-keeps.
+All copies omit its filter by adapter, which uses a table of the frontend that assigns adapters to
+workers.
 """
 
 import math
@@ -40,28 +40,31 @@ from homing_rivals.block_load import BlockLoadSettings
 _INDEX: Final = BlockLoadSettings.type_name
 _APPROXIMATE: Final = "approx-prefix-cache-producer"
 _UNTIL_FIRST_TOKEN: Final = producer("inflight-load-producer", peakPrefillThroughput=1)
-"""Tokens in flight do not drain as time passes: they are held until a first token is seen or counted,
-as Dynamo holds them without a `router_prefill_load_model`.
+"""Setting with which tokens in flight do not drain with time.
+
+They count until a first token is seen or counted, as in Dynamo without a
+`router_prefill_load_model`.
 """
 _TTL: Final = "120s"
-"""How long the approximate mode takes a block that was routed somewhere for cached there."""
+"""Time for which the approximate mode assumes that a routed block is cached."""
 
 
 class DynamoCost(Parameters, frozen=True):
     """NVIDIA Dynamo: the fewest blocks to prefill and to decode.
 
-    cost(e) = s * max(0, (P(e) + T) / B - c * decay(e) * m(e)) + D(e) + w * R(e); the least wins. P:
-    uncached tokens that e has still to prefill; T: tokens of the prompt; B: tokens in a block; m:
-    leading blocks that e is believed to hold; D: blocks of the requests in flight there and of this
-    one, what several share counted once; R: requests in flight there; s: `prefill_load_scale`; c:
-    `overlap_credit`; w: `active_request_weight`; decay(e) = 1 / (1 + d * (P(e) - min P) / T), with
-    d = `overlap_decay`.
+    cost(e) = s * max(0, (P(e) + T) / B - c * decay(e) * m(e)) + D(e) + w * R(e); the least wins. P
+    is the uncached tokens that e still has to prefill; T the tokens of the prompt; B the tokens in
+    a block; m the leading blocks that e is estimated to have cached. D is the blocks of the
+    requests in flight there and of this one, where a block that several share counts once; R the
+    requests in flight there. s is `prefill_load_scale`, c `overlap_credit`, w
+    `active_request_weight`. decay(e) = 1 / (1 + d * (P(e) - min P) / T), with d = `overlap_decay`.
 
-    Differs: cached blocks are what was routed there, never an engine's event, and of one tier;
-    blocks have 64 tokens; those that an answer will need are not counted, nor what other pickers
-    have running there but for the tokens that it has still to prefill. Known fault, kept: a prompt
-    that all begin with draws all to who has it, because shared blocks count once (dynamo #737).
-    `block-load-producer` must be the first index declared that counts blocks.
+    Differs: cached blocks are those routed there, never those of an engine's event, and of one
+    tier; blocks have 64 tokens; blocks that an answer will need are not counted. Running requests
+    of other pickers are not counted either, except the tokens that they still have to prefill.
+    Known fault, kept: a prompt that all requests begin with attracts all of them to its endpoint,
+    because shared blocks count once (dynamo #737). `block-load-producer` must be the first declared
+    index that counts blocks.
     """
 
     type_name: ClassVar[str] = "dynamo-cost-scorer"
@@ -94,12 +97,13 @@ class DynamoCost(Parameters, frozen=True):
 class TwoTier(Parameters, frozen=True):
     """`dynamo-two-tier-cost-fn`: the load if it is uneven, else the cache, else the load.
 
-    max R - min R > a and max R > r * min R: the fewest requests. Else, where the best holds more
-    than c of the prompt's blocks, a last one that is not full among them: the fewest requests among
-    those who hold as much. Else the fewest requests. R: requests in flight; a: `balance_absolute`;
-    r: `balance_relative`; c: `cache_threshold`. All strict.
+    The endpoint with the fewest requests wins if max R - min R > a and max R > r * min R. The
+    fewest requests among the endpoints with the longest match win if that has more than c of the
+    prompt's blocks, including a last one that is not full. The fewest requests win otherwise. R is
+    the requests in flight, a `balance_absolute`, r `balance_relative`, c `cache_threshold`. All
+    comparisons are strict.
 
-    Differs: what is held is what was routed there; Dynamo knows it from the engines' events.
+    Differs: cached blocks are those routed there; Dynamo knows them from the engines' events.
     """
 
     type_name: ClassVar[str] = "dynamo-two-tier-scorer"
@@ -127,9 +131,11 @@ class TwoTier(Parameters, frozen=True):
 
 
 class Queue(Parameters, frozen=True):
-    """Requests wait while every endpoint has more than t * b tokens to prefill. It drops nobody.
+    """Requests wait while every endpoint has more than t * b tokens to prefill. No candidate is
+    dropped.
 
-    t: `queue_threshold`; b: `max_num_batched_tokens`, of every engine. Strict.
+    t is `queue_threshold`, and b the `max_num_batched_tokens` of every engine. The comparison is
+    strict.
     """
 
     type_name: ClassVar[str] = "dynamo-queue-filter"
@@ -151,10 +157,12 @@ class Queue(Parameters, frozen=True):
 
 
 class Softmax(Parameters, frozen=True):
-    """Drawn with weights exp(score / t), scores stretched to [0, 1]; t = 0: any of the highest.
+    """A random draw with weights exp(score / t), scores stretched to [0, 1]; t = 0 draws among the
+    highest.
 
-    That is exp(-cost / ((max - min) * t)) of costs that were turned into scores by their range
-    (Dynamo's `router_temperature`). Several are drawn without replacement (Gumbel's largest keys).
+    The weights equal exp(-cost / ((max - min) * t)) of costs that were turned into scores by their
+    range (Dynamo's `router_temperature`). Several are drawn without replacement (Gumbel's largest
+    keys).
     """
 
     type_name: ClassVar[str] = "softmax-picker"
@@ -169,7 +177,7 @@ class Softmax(Parameters, frozen=True):
         least, most = float(scores.min()), float(scores.max())
         stretched = (most - least) * self.temperature
         if stretched > 0:
-            # 1 - U is in (0, 1]; of 1 the key is beyond all others, as it should be.
+            # 1 - U is in (0, 1]; the key for 1 exceeds all others, as it should.
             draws = np.array([1.0 - random.random() for _ in range(len(scores))])
             with np.errstate(divide="ignore"):
                 keys = (scores - least) / stretched - np.log(-np.log(draws))

@@ -1,7 +1,8 @@
-"""Prefix-affinity consistent hashing with early blocks weighted: the alternative of GIE's proposal 0602.
+"""Prefix-affinity consistent hashing with weighted early blocks: an alternative in GIE's proposal
+0602.
 
-The proposal asks for a hash that is closer for two prompts the longer they begin alike, so that
-they end up at one server, and names no formula. This is ours.
+The proposal asks for a hash that is closer for two prompts the longer their common beginning is, so
+that they reach the same server, and names no formula. This formula is ours.
 """
 
 import sys
@@ -34,16 +35,16 @@ _WORD: Final = 2**_BITS - 1
 class EarlyBlocksHash(Parameters, frozen=True):
     """The first endpoint clockwise from sum over blocks i of top bits(h_i) x 2^-(bits x (i + 1)).
 
-    h_i is the chained hash of block i and the ring is [0, 1), so block i weighs 2^-bits times what
-    the one before it does, and two prompts that share k blocks are closer than 2^-(bits x k). Source:
+    h_i is the chained hash of block i and the ring is [0, 1). Block i thus weighs 2^-bits times the
+    previous one, and two prompts that share k blocks are closer than 2^-(bits x k). Source:
     kubernetes-sigs/gateway-api-inference-extension, proposal 0602, "alternative approach".
 
-    With a `load_factor` endpoints with more requests in flight than so many times the mean are
-    passed over. Without one it has the fault that the proposal itself warns of: what begins alike
-    stays together whatever the load.
+    A `load_factor` skips endpoints with more requests in flight than this factor times the mean.
+    The rule without it has the fault that the proposal itself warns of: prompts with a common
+    beginning stay together whatever the load.
 
-    A prompt without a full block goes by its id. With few points an endpoint keeps longer arcs of
-    neighbours and the arcs differ more; 16 keep together what shares 8 blocks in pools of tens.
+    A prompt without a full block is placed by its id. Few points give an endpoint longer arcs of
+    neighbours that differ more; 16 keep prompts with 8 common blocks together in pools of tens.
     """
 
     type_name: ClassVar[str] = "early-blocks-hash-scorer"
@@ -53,7 +54,7 @@ class EarlyBlocksHash(Parameters, frozen=True):
     block_tokens: Annotated[int, Meta(ge=1)] = 64
     bits_per_block: Annotated[int, Meta(ge=1, le=16)] = 1
     points: Annotated[int, Meta(ge=1, le=1024)] = 16
-    """Of each endpoint on the ring."""
+    """Points of each endpoint on the ring."""
     load_factor: Annotated[float, Meta(ge=1)] | None = None
 
     @property
@@ -62,7 +63,7 @@ class EarlyBlocksHash(Parameters, frozen=True):
 
     @property
     def producer_parameters(self) -> Mapping[str, int]:
-        """Of the index, should it have to be made."""
+        """Return the parameters of the index if it has to be created."""
         return {"blockTokens": self.block_tokens, "blocksMax": _BITS // self.bits_per_block}
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
@@ -74,7 +75,7 @@ class EarlyBlocksHash(Parameters, frozen=True):
         return scores
 
     def place(self, request: InferenceRequest) -> int:
-        """Where `request` is on the ring, 64 bits."""
+        """Return the position of `request` on the ring, 64 bits."""
         chain = next(iter(request.chains.get(self.block_tokens * BYTES_PER_TOKEN, ())), b"")
         if len(chain) < HASH_BYTES:
             return xxhash.xxh64_intdigest(request.request_id.encode("utf-8", "surrogatepass"))
@@ -83,7 +84,7 @@ class EarlyBlocksHash(Parameters, frozen=True):
             block = int.from_bytes(chain[at : at + HASH_BYTES], sys.byteorder)
             place = place << self.bits_per_block | block >> _BITS - self.bits_per_block
             left = block
-        # The rest is what the last block has besides: prompts that are equal stay equal.
+        # The rest comes from the last block, so equal prompts stay equal.
         used = min(len(chain) // HASH_BYTES, _BITS // self.bits_per_block) * self.bits_per_block
         rest = _BITS - used
         return (place << rest | (left << self.bits_per_block & _WORD) >> used) if rest else place
@@ -94,13 +95,13 @@ SCORERS: Final = (EarlyBlocksHash,)
 STRATEGIES: Final = (
     Strategy(
         name="early-blocks-hash",
-        idea="GIE's proposal 0602, the alternative: a ring on which prompts that begin alike are close.",
+        idea="GIE's proposal 0602, the alternative: a ring on which prompts with a common beginning are close.",
         omissions="the proposal names no formula: this one is ours, and knows no adapters",
         config=config_of(step(EarlyBlocksHash.type_name)),
     ),
     Strategy(
         name="early-blocks-hash-fixed",
-        idea="GIE's alternative with the bound that it asks for: 25 % above the mean is passed over.",
+        idea="GIE's alternative with the bound that it asks for: endpoints 25 % above the mean are skipped.",
         omissions="as `early-blocks-hash`",
         config=config_of(step(EarlyBlocksHash.type_name, loadFactor=1.25)),
     ),

@@ -1,7 +1,7 @@
-"""The chain of filters that GIE began with, and the place in it that its proposal gave to prefixes.
+"""GIE's original chain of filters, and the position in it that its proposal gave to prefixes.
 
 Sources: proposal 0602 of kubernetes-sigs/gateway-api-inference-extension, and the scheduler of its
-v0. The order: adapter, prefix, queue, KV cache, and any of those that are left.
+v0. The order is adapter, prefix, queue, KV cache, and then any of the remaining endpoints.
 """
 
 from typing import Annotated, ClassVar, Final
@@ -26,9 +26,9 @@ _APPROXIMATE: Final = "approx-prefix-cache-producer"
 
 
 class AdapterFirst(Parameters, frozen=True):
-    """Keep who runs the adapter; if nobody does, who has a slot free; if nobody has, all.
+    """Keep endpoints that run the adapter, else those with a free slot, else all.
 
-    Differs: the original takes those with a free slot all the same once in a thousand times.
+    Differs: the original nevertheless takes those with a free slot once in a thousand times.
     """
 
     type_name: ClassVar[str] = "adapter-first-filter"
@@ -44,15 +44,15 @@ class AdapterFirst(Parameters, frozen=True):
 
 
 class LoadAwarePrefix(Parameters, frozen=True):
-    """GIE's proposal 0602: of those who are not busy keep who holds most of the prompt.
+    """GIE's proposal 0602: keep those endpoints that are not busy and cache most of the prompt.
 
-    Not busy: waiting <= q and KV usage <= k. q: `queue_threshold`; k: `kv_cache_threshold`. If
-    nobody is below both, all count as if they were. Who holds most counts if it is at least
-    `match_tokens_min` tokens and `match_ratio_min` of the prompt's full blocks; else all below the
-    thresholds stay. Load that is not known is above.
+    An endpoint is not busy if waiting <= q and KV usage <= k; q is `queue_threshold`, k
+    `kv_cache_threshold`. All endpoints count as not busy if none is below both. The longest match
+    counts if it has at least `match_tokens_min` tokens and `match_ratio_min` of the prompt's full
+    blocks; otherwise all endpoints below the thresholds stay. Unknown load is above the thresholds.
 
-    The proposal asks for a threshold of gain and gives none; "only 10 tokens match" is its example
-    of too little. One block of 64 tokens is ours.
+    The proposal requires a threshold of gain and gives none; "only 10 tokens match" is its example
+    of too little. One block of 64 tokens is our choice.
     """
 
     type_name: ClassVar[str] = "load-aware-prefix-filter"
@@ -88,9 +88,10 @@ class LoadAwarePrefix(Parameters, frozen=True):
 
 
 class LeastQueue(Parameters, frozen=True):
-    """Keep who waits least, and who is within an n-th of the range from there; n candidates.
+    """Keep the endpoints with the fewest waiting requests, and those within an n-th of the range;
+    n candidates.
 
-    waiting <= min + (max - min) / n. What is not known counts as the median.
+    The condition is waiting <= min + (max - min) / n. An unknown value counts as the median.
     """
 
     type_name: ClassVar[str] = "least-queue-filter"
@@ -101,7 +102,7 @@ class LeastQueue(Parameters, frozen=True):
 
 
 class LeastKVCache(Parameters, frozen=True):
-    """As `least-queue-filter`, by the share of the KV cache in use."""
+    """Filter like `least-queue-filter`, by the used share of the KV cache."""
 
     type_name: ClassVar[str] = "least-kv-cache-filter"
     abilities: ClassVar[Abilities] = Abilities(reads=("kv_cache_usage",))

@@ -1,4 +1,4 @@
-"""AMD's Infera: blocks that miss, blocks that run, and blocks that missed lately.
+"""AMD's Infera: missing blocks, running blocks, and recently missed blocks.
 
 Source: AMD-AGI/Infera, `infera/router/policy/kv_event_aware.py` and its twin in Rust.
 """
@@ -23,17 +23,17 @@ from homing_rivals.lexicographic import scores_by_rank
 
 
 class DecayedMisses(Parameters, frozen=True):
-    """AMD Infera: the fewest blocks that miss, run and missed lately.
+    """AMD Infera: the fewest blocks that are missing, running and recently missed.
 
-    cost(e) = w * (N - m(e)) + A(e) + Q(e); the least wins, of equals who has the least A. N: blocks
-    of the prompt; m: leading ones that e is believed to hold; A: distinct blocks of the requests in
-    flight there; Q: blocks that were missed there, fading by 0.97 with every request; w:
-    `overlap_weight`, 1 for pods that prefill and decode (20 where they only prefill, 2 where they
-    only decode).
+    cost(e) = w * (N - m(e)) + A(e) + Q(e); the least wins, and among equals the least A. N is the
+    blocks of the prompt; m the leading ones that e is estimated to have cached; A the distinct
+    blocks of the requests in flight there; Q the blocks that were missed there, fading by 0.97 with
+    every request. w is `overlap_weight`, 1 for pods that prefill and decode (20 if they only
+    prefill, 2 if they only decode).
 
-    Differs: what is held is what was routed there, never an engine's event; blocks have 64 tokens;
-    hints how long a prompt is to be kept, and images, are not seen. Q fades at all endpoints with
-    every request, whoever gets it.
+    Differs: cached blocks are those routed there, never those of an engine's event; blocks have 64
+    tokens; hints about how long to keep a prompt, and images, are ignored. Q fades at all endpoints
+    with every request to any of them.
     """
 
     type_name: ClassVar[str] = "decayed-misses-scorer"
@@ -61,7 +61,7 @@ SCORERS: Final = (DecayedMisses,)
 STRATEGIES: Final = (
     Strategy(
         name="infera",
-        idea="AMD Infera: blocks missed, blocks in flight, and misses of late that fade.",
+        idea="AMD Infera: blocks missed, blocks in flight, and recent misses that fade.",
         omissions=(
             "engines' events; hints how long a prompt is kept; images; its formula knows no "
             "adapters"

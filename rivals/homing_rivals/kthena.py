@@ -1,12 +1,14 @@
-"""kthena's router as its chart ships it: whole points for prefix, requests and KV cache, each once.
+"""kthena's router as its chart configures it: whole points for prefix, requests and KV cache, once
+each.
 
 Source: `pkg/kthena-router/scheduler` of volcano-sh/kthena (2026-08), and the configuration in its
-chart, whose weights are all 1; without one the router leaves out the KV cache. A filter passes over
-who has ten waiting: Homing's own `utilization-filter`, which keeps who has nine or fewer.
+chart, whose weights are all 1; the router without one omits the KV cache. A filter skips endpoints
+with ten waiting requests: Homing's own `utilization-filter`, which keeps endpoints with nine or
+fewer.
 
-Its fourth scorer goes by the mean times to a first token and between tokens from one page of an
-engine to the next. Candidates have no such column, so it is left out; an endpoint of which it knows
-nothing has half of its points there.
+The copy omits its fourth scorer, because candidates have no such column. That scorer uses the mean
+times to a first token and between tokens from one page of an engine to the next. An endpoint
+without data gets half of its points there.
 """
 
 from typing import Annotated, Any, ClassVar, Final
@@ -33,16 +35,16 @@ from homing_rivals.routed_blocks import RoutedBlocks, RoutedBlocksSettings
 
 
 class AnsweredBlocksSettings(RoutedBlocksSettings, frozen=True):
-    """`answered-blocks-producer`: as `routed-blocks-producer`, of requests that have been answered.
+    """`answered-blocks-producer`: a `routed-blocks-producer` of requests that have been answered.
 
-    While an answer runs, its prompt is not known to be anywhere: what comes meanwhile and begins alike
-    is as new as the first. What failed is never known. Where the gateway does not show how requests
-    end, one is answered when it is no longer counted. With `contiguous`, `tailFirst` and
-    `lastPartialBlock` it counts as kthena's table does, which looks for the last block of a prompt
-    that an endpoint has.
+    The prompt of a running answer is not known to be anywhere, so a request with the same beginning
+    is as new as the first. Failed requests are never recorded. A request counts as answered when it
+    is no longer counted in flight if the gateway does not show ends of requests. The index with
+    `contiguous`, `tailFirst` and `lastPartialBlock` counts as kthena's table does, which looks for
+    the last block of a prompt that an endpoint has.
 
-    Differs: of all endpoints together `blocksMax` are kept, where kthena bounds each alone; a last
-    partial block counts also where it is the 129th.
+    Differs: `blocksMax` limits all endpoints together, where kthena limits each; a last partial
+    block also counts if it is the 129th.
     """
 
     type_name: ClassVar[str] = "answered-blocks-producer"
@@ -51,38 +53,38 @@ class AnsweredBlocksSettings(RoutedBlocksSettings, frozen=True):
     )
 
     def open(self) -> AffinityIndex:
-        """A new, empty index."""
+        """Return a new, empty index."""
         return AnsweredBlocks(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """As `RoutedBlocksSettings`, of an index that waits for answers."""
+        """Apply the settings as `RoutedBlocksSettings` does, to an index that waits for answers."""
         return isinstance(index, AnsweredBlocks) and index.configure(self)
 
 
 class AnsweredBlocks(RoutedBlocks):
-    """`AffinityIndex` and `CountsInflight`; the unit is a block."""
+    """An `AffinityIndex` that also `CountsInflight`; the unit is a block."""
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
-        """Note nothing yet; the list is for what `release` notes."""
+        """Return an empty list, which `release` fills; nothing is recorded yet."""
         return []
 
     def release(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """`slot` has the blocks of `request` from now on; a failure is taken back after it."""
+        """Record the blocks of `request` at `slot`; a failure is undone afterwards."""
         recorded.append(super().record(request, slot, now))
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Take back what was noted, if anything was."""
+        """Undo what was recorded, if anything was."""
         for noted in recorded:
             super().retract(request, slot, noted, now)
 
 
 class TopMatches(Parameters, frozen=True):
-    """Whole points, trunc(100 m / N) of a hundred, for the `top` who match most, none for others.
+    """Whole points, trunc(100 m / N) of a hundred, for the `top` longest matches, none for others.
 
-    m: leading blocks that e has; N: blocks of the prompt. Of those who tie for the last place a hash
-    of the request's id draws. A prompt without a block says nothing of anybody.
+    m is the leading blocks that e has, and N the blocks of the prompt. A hash of the request's id
+    draws among equal endpoints for the last place. A prompt without a block gives no points.
 
-    Kept: a prompt that everybody has is worth its points at `top` of them only.
+    Kept: a prompt that all endpoints have is worth its points at `top` of them only.
     """
 
     type_name: ClassVar[str] = "top-matches-scorer"
@@ -91,7 +93,7 @@ class TopMatches(Parameters, frozen=True):
 
     top: Annotated[int, Meta(ge=1)] = 5
     index: str = AnsweredBlocksSettings.type_name
-    """Name of what knows who holds what."""
+    """Name of the index of cached blocks."""
 
     @property
     def producer(self) -> str | None:
@@ -112,11 +114,12 @@ class TopMatches(Parameters, frozen=True):
 class UnstartedRequests(Parameters, frozen=True):
     """Whole points, trunc(100 (max b - b) / max b) of a hundred, with b = R + w max(R - U, 0).
 
-    R: requests in flight; U: those that the engine last said it runs, 0 if it did not say; w:
-    `unstarted_weight`. What was sent and does not run is taken to wait. An idle pool has all points.
+    R is the requests in flight; U those that the engine last reported as running, 0 if it reported
+    none; w is `unstarted_weight`. Requests that were sent and do not run are assumed to wait. An
+    idle pool has all points.
 
-    Kept: the most loaded has no points and the others have a share of its load, so that an even load
-    is worth little to anybody; what was sent since a page was read weighs as much as what waits.
+    Kept: the most loaded endpoint has no points and the others have a share of its load, so an even
+    load gives few points to all; requests sent since a page was read weigh as much as waiting ones.
     """
 
     type_name: ClassVar[str] = "unstarted-requests-scorer"
@@ -135,7 +138,9 @@ class UnstartedRequests(Parameters, frozen=True):
 
 
 class FreeKVCachePoints(Parameters, frozen=True):
-    """Whole points, trunc(100 (1 - K)) of a hundred. K: share of the KV cache in use; not told: 0."""
+    """Whole points, trunc(100 (1 - K)) of a hundred. K is the used share of the KV cache, 0 if not
+    reported.
+    """
 
     type_name: ClassVar[str] = "free-kv-cache-points-scorer"
     abilities: ClassVar[Abilities] = Abilities(reads=("kv_cache_usage",))
@@ -145,8 +150,8 @@ class FreeKVCachePoints(Parameters, frozen=True):
 
 
 def _whole_points(points: Floats) -> Floats:
-    """float64[n]: hundredths, as many as there are whole `points`."""
-    # Cut off after this very product, as there: 29 of 50 blocks are 57.99... and so 57 points.
+    """Return float64[n]: `points` in hundredths, truncated to whole numbers."""
+    # Truncation follows this product, as in kthena: 29 of 50 blocks are 57.99... and so 57 points.
     scores: Floats = np.trunc(points) / 100.0
     return scores
 

@@ -26,24 +26,25 @@ from homing_rivals.prompt_blocks import PromptBlocksSettings
 from homing_rivals.ring import ring_of, within_bound
 
 _BLOCK_TOKENS: Final = 25
-"""Its 100 characters are so many tokens of a prompt without text."""
+"""Tokens of a prompt without text that stand for its 100 characters."""
 _BLOCK_BYTES: Final = _BLOCK_TOKENS * BYTES_PER_TOKEN
 
 
 class BoundedPrefixHash(Parameters, frozen=True):
     """CHWBL: the first endpoint clockwise from h(key) with R <= `load_factor` x (sum R + 1) / n.
 
-    The key is the adapter and the first `prefix_chars` characters of the user's first message, of
-    a completion's prompt where there are no messages. R is what is in flight there without this
-    request; with nothing in flight anybody will do. If nobody is within the bound it is the first
-    that has the adapter.
+    The key is the adapter and the first `prefix_chars` characters of the user's first message, or
+    of a completion's prompt if there are no messages. R is the requests in flight there without
+    this request; any endpoint is within the bound if nothing is in flight. The first endpoint that
+    has the adapter wins if none is within the bound.
 
-    Kept: the system prompt does not count, so conversations that begin alike share an endpoint for
-    ever, and a template is one key.
+    Kept: the system prompt does not count, so conversations with the same beginning share an
+    endpoint for ever, and a template is one key.
 
-    Differs: requests to endpoints that left are not counted in the sum; a prompt without text, of a
-    replayed trace, has its first blocks of 25 tokens for a key; with nobody there a request is
-    refused, it does not wait. Endpoints that report no adapters are all taken to have this one.
+    Differs: requests to endpoints that left are not counted in the sum; the key of a prompt without
+    text, from a replayed trace, is its first blocks of 25 tokens; a request is refused without
+    endpoints, and does not wait. Endpoints that report no adapters are all assumed to have this
+    one.
     """
 
     type_name: ClassVar[str] = "bounded-prefix-hash-scorer"
@@ -61,7 +62,7 @@ class BoundedPrefixHash(Parameters, frozen=True):
 
     @property
     def producer_parameters(self) -> Mapping[str, int]:
-        """Of the index, should it have to be made."""
+        """Return the parameters of the index if it has to be created."""
         return {"blockTokens": _BLOCK_TOKENS, "blocksMax": self._blocks}
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
@@ -82,7 +83,7 @@ class BoundedPrefixHash(Parameters, frozen=True):
         return max(1, self.prefix_chars // _BLOCK_BYTES)
 
     def _key(self, request: InferenceRequest) -> int:
-        """64 bits."""
+        """Return the key, 64 bits."""
         head = request.first_text(self.prefix_chars)
         if head is None:
             known = request.block_hash(_BLOCK_BYTES, self._blocks)
@@ -93,7 +94,9 @@ class BoundedPrefixHash(Parameters, frozen=True):
 
 
 def _holders(request: InferenceRequest, candidates: Candidates) -> Bools:
-    """bool[n]: who has the adapter; everybody, where nobody reports it, as of a base model."""
+    """Return bool[n]: endpoints that have the adapter, or all if none reports it, as for a base
+    model.
+    """
     adapters = candidates.adapter_state
     everybody = np.ones(len(candidates), dtype=np.bool_)
     if not adapters.generation.any():
@@ -108,8 +111,8 @@ SCORERS: Final = (BoundedPrefixHash,)
 STRATEGIES: Final = (
     Strategy(
         name="kubeai-chwbl",
-        idea="KubeAI: hash 100 characters to a ring, pass over who is 25 % above the mean.",
-        omissions="a request waits there while nobody is there, and is refused here",
+        idea="KubeAI: hash 100 characters to a ring, skip endpoints 25 % above the mean.",
+        omissions="a request without endpoints waits there, and is refused here",
         config=config_of(step(BoundedPrefixHash.type_name)),
     ),
 )

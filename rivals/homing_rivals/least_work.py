@@ -1,7 +1,7 @@
-"""Least work ahead: what a request would add to what its endpoint still has to prefill.
+"""Least work ahead: the work that a request would add to its endpoint's remaining prefill.
 
-Two rules with the same terms. Both read the prefix index and the own count of uncached tokens in
-flight, which are exact and immediate for what this picker sent.
+Two rules use the same terms. Both read the prefix index and the picker's own count of uncached
+tokens in flight, which are exact and immediate for requests of this picker.
 """
 
 from typing import ClassVar, Final
@@ -23,13 +23,14 @@ from homing_rivals.lexicographic import scores_by_rank
 
 
 class LeastPendingWork(Parameters, frozen=True):
-    """LPWL: argmin of pending(e) + max(0, T - hit(e)), in tokens to prefill; ties: fewest requests.
+    """LPWL: argmin of pending(e) + max(0, T - hit(e)), in tokens to prefill; fewest requests among
+    equals.
 
-    T: tokens of the prompt; hit(e): those that e is believed to hold; pending(e): uncached tokens
-    that were sent to e and are not yet prefilled.
+    T is the tokens of the prompt; hit(e) those that e is estimated to have cached; pending(e) the
+    uncached tokens that were sent to e and are not yet prefilled.
 
-    Differs: pending tokens drain at the endpoint's prefill speed as time passes, not only when a
-    first token is seen. Scores tell the order, not by how much.
+    Differs: pending tokens drain at the endpoint's prefill speed with time, not only when a first
+    token is seen. Scores show the order, not the distance.
     """
 
     type_name: ClassVar[str] = "least-pending-work-scorer"
@@ -48,9 +49,9 @@ class LeastPendingWork(Parameters, frozen=True):
 class WorkTimesBatch(Parameters, frozen=True):
     """LMetric (arXiv 2603.15202): argmin of (T - hit(e)) x batch(e).
 
-    The product needs no weight between its factors. Where one is 0 it says nothing about the other;
-    in the form that llm-d-router #2351 proposes the batch counts this request too. Here the work
-    counts at least one token, so that of endpoints that hold the whole prompt the emptiest wins.
+    The product needs no weight between its factors. A factor of 0 hides the other one. The batch
+    counts this request too in the form that llm-d-router #2351 proposes. The work here counts at
+    least one token, so the emptiest of endpoints that have cached the whole prompt wins.
     """
 
     type_name: ClassVar[str] = "work-times-batch-scorer"

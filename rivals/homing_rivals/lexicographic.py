@@ -9,10 +9,12 @@ from epp.plugins.contract import (
 
 
 def scores_by_rank(*costs: Floats) -> Floats:
-    """float64[n] in [0, 1]: 1 for the least by the first of `costs`, ties by the next, and so on.
+    """Return float64[n] in [0, 1]: 1 for the least by the first of `costs`, ties by the next, and
+    so on.
 
-    `costs` are finite float64[n], at least one. Equal in all of them score the same. Scores tell
-    the order and not by how much: a cost that breaks ties is never drowned by rounding.
+    `costs` are finite float64[n], at least one. Candidates that are equal in all of them score the
+    same. Scores show the order and not the distance, so rounding never hides a cost that breaks
+    ties.
     """
     order = np.lexsort(costs[::-1])
     differs = np.zeros(len(order), dtype=np.bool_)

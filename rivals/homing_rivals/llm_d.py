@@ -1,12 +1,12 @@
-"""The index of llm-d's endpoint picker and of the one it grew from, as they ship it.
+"""The index of llm-d's endpoint picker and of its predecessor, as they ship it.
 
-Sources: llm-d/llm-d-router v0.10; kubernetes-sigs/gateway-api-inference-extension v1 and its proposal
-0602. Their scorers and filters are Homing's own; what differs here is the index. Adapters: the page of
-`lora-affinity-scorer` of llm-d-router gives it a weight of 1; the sample configuration of both
-projects, `test/integration/epp/testdata/default-config.yaml` (GIE v1.5.0), has it beside the other
-three with 1 each.
+Sources: llm-d/llm-d-router v0.10; kubernetes-sigs/gateway-api-inference-extension v1 and its
+proposal 0602. Their scorers and filters are Homing's own; the index differs here. The page of
+`lora-affinity-scorer` of llm-d-router gives adapters a weight of 1. The sample configuration of
+both projects, `test/integration/epp/testdata/default-config.yaml` (GIE v1.5.0), has it beside the
+other three with 1 each.
 
-Differs: an adapter that only waits is one that runs, as vLLM's lists have it; there it is worth 0.6.
+Differs: an adapter that only waits counts as running, as in vLLM's lists; it is worth 0.6 there.
 """
 
 from typing import Final
@@ -24,10 +24,10 @@ _ROUTED: Final = RoutedBlocksSettings.type_name
 
 
 def _weighted(index: Step, prefix: float, queue: float, kv_cache: float, adapters: float) -> str:
-    """The scorers over `index`; that of adapters only with a weight."""
+    """Return the configuration of the scorers over `index`; that of adapters only with a weight."""
     return config_of(
         index,
-        # Those who ship it know nothing of keys on which replicas agree.
+        # The original has no keys on which replicas agree.
         step(
             "prefix-cache-scorer",
             prefix,

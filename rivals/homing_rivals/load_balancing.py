@@ -1,8 +1,9 @@
-"""Load alone, as proxies balance it: chance, turns, the fewest requests, and vLLM's own rule.
+"""Load alone, as proxies balance it: chance, round robin, the fewest requests, and vLLM's own
+rule.
 
-None looks at the prompt. They are what every affinity is measured against. Names end in `-live`
-because the simulator has baselines of its own under the bare names: those are a plain proxy, which
-knows no scrapes and takes no endpoint for stale; these are plugins of the scheduler.
+These strategies ignore the prompt. Every affinity is compared with them. Names end in `-live`
+because the simulator has baselines of its own under the plain names: those are a plain proxy, which
+has no scrapes and considers no endpoint stale; these are plugins of the scheduler.
 """
 
 from random import Random
@@ -26,9 +27,9 @@ from epp.plugins.contract import (
 
 
 class RandomTie(Parameters, frozen=True):
-    """The highest sum; of those that tie for it, any.
+    """The highest sum, with a random draw among equal ones.
 
-    For strategies that draw among equals where `max-score-picker` lets them take turns.
+    The picker serves strategies that draw among equals, where `max-score-picker` alternates.
     """
 
     type_name: ClassVar[str] = "random-tie-picker"
@@ -43,10 +44,10 @@ class RandomTie(Parameters, frozen=True):
 
 
 class PowerOfTwo(Parameters, frozen=True):
-    """Draw two different ones, take the one with the higher sum, the first if they are equal.
+    """Draw two different ones and take the one with the higher sum, the first if they are equal.
 
-    Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing" (2001); smg, AIBrix and Ray
-    ship it over requests in flight.
+    Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing" (2001); smg, AIBrix and
+    Ray ship it over requests in flight.
     """
 
     type_name: ClassVar[str] = "power-of-two-picker"
@@ -64,11 +65,11 @@ class PowerOfTwo(Parameters, frozen=True):
 class DataParallelLoad(Parameters, frozen=True):
     """vLLM's balancer of data-parallel ranks: argmin of 4 x waiting + running.
 
-    What was sent since the engine last told its load counts as waiting. Source: vLLM's
-    `DPLBAsyncMPClient`, whose engines tell their load every 100 ms.
+    Requests sent since the engine last reported its load count as waiting. Source: vLLM's
+    `DPLBAsyncMPClient`, whose engines report their load every 100 ms.
 
-    Differs: load is as old as scrapes are; of equals the next in turn is taken, not the first from
-    where each client begins. An engine whose load is unknown is unknown.
+    Differs: load is as old as scrapes are; equal endpoints alternate, and not the first from where
+    each client begins wins. An engine whose load is unknown has an unknown score.
     """
 
     type_name: ClassVar[str] = "data-parallel-load-scorer"
@@ -105,7 +106,7 @@ STRATEGIES: Final = (
     ),
     Strategy(
         name="power-of-two-live",
-        idea="Power of two choices: of two drawn, the one with fewer requests in flight.",
+        idea="Power of two choices: the one of two drawn with fewer requests in flight.",
         config=config_of(step("active-request-scorer"), picker=step(PowerOfTwo.type_name)),
     ),
     Strategy(

@@ -1,4 +1,4 @@
-"""Rules that narrow: each step leaves some of the candidates, and who is left scores 1."""
+"""Rules that narrow: each step leaves some of the candidates, and the remaining ones score 1."""
 
 import math
 
@@ -12,12 +12,13 @@ from epp.plugins.contract import (
 
 
 def only(kept: Bools) -> Floats:
-    """float64[n]: 1 for those `kept`, 0 for the others."""
+    """Return float64[n]: 1 for the candidates in `kept`, 0 for the others."""
     return kept.astype(np.float64)
 
 
 def least_of(values: Floats | Ints, among: Bools | None = None) -> Bools:
-    """bool[n]: those `among` (None: all) whose value is the least; nobody, if `among` is empty.
+    """Return bool[n]: those in `among` (None means all) with the least value; none if `among` is
+    empty.
 
     `values` are finite.
     """
@@ -30,22 +31,23 @@ def least_of(values: Floats | Ints, among: Bools | None = None) -> Bools:
 
 
 def most_of(values: Floats | Ints, among: Bools | None = None) -> Bools:
-    """bool[n]: those `among` (None: all) whose value is the greatest; as `least_of`."""
+    """Return bool[n]: those in `among` (None means all) with the greatest value; as `least_of`."""
     return least_of(-values, among)
 
 
 def first_of(kept: Bools) -> Bools:
-    """bool[n]: of those `kept` the one that the list names first; nobody, if `kept` is empty."""
+    """Return bool[n]: the one of `kept` that the list names first; none if `kept` is empty."""
     first = np.zeros(len(kept), dtype=np.bool_)
     first[kept.argmax()] = kept.any()
     return first
 
 
 def with_room(inflight: Ints, load_factor: float) -> Bools:
-    """bool[n]: who has at most ceil(`load_factor` * (total + 1) / n) requests with one more.
+    """Return bool[n]: candidates with at most ceil(`load_factor` * (total + 1) / n) requests with
+    one more.
 
-    Never nobody, from a factor of 1 on. Consistent hashing with bounded loads (Mirrokni, Thorup and
-    Zadimoghaddam, 2018).
+    At least one remains with a factor of 1 or more. Consistent hashing with bounded loads
+    (Mirrokni, Thorup and Zadimoghaddam, 2018).
     """
     bound = math.ceil(load_factor * (float(inflight.sum()) + 1.0) / len(inflight))
     room: Bools = inflight + 1 <= bound

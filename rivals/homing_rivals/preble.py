@@ -1,4 +1,5 @@
-"""Preble: exploit a prefix that is longer than what is new, explore by the cost of everything else.
+"""Preble: exploit a prefix that is longer than the new part, else explore by the cost of all the
+rest.
 
 Sources: ICLR 2025, arXiv 2407.00023; WukLab/preble.
 """
@@ -33,18 +34,19 @@ from epp.plugins.contract import (
 )
 
 _ENTRIES_MAX: Final = 65_536
-"""Requests of one endpoint's window; of more the oldest count no longer."""
+"""Requests of one endpoint's window; the oldest above this limit are dropped."""
 _SWEEP_MAX: Final = 4_096
 
 
 class PrebleHistorySettings(
     PrefixIndexSettings, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True
 ):
-    """`preble-history-producer`: as `approx-prefix-cache-producer`, with what each got lately.
+    """`preble-history-producer`: an `approx-prefix-cache-producer` with each endpoint's recent
+    requests.
 
-    Columns, of the last `window`: `missed_tokens` and `hit_tokens` of the prompts that were sent
-    there, their number `requests`; and `pushed_out_tokens`, what this prompt would push out of a
-    full cache. Up to a second more than the window is counted.
+    The columns cover the last `window`: `missed_tokens` and `hit_tokens` of the prompts that were
+    sent there, their number `requests`, and `pushed_out_tokens`, the tokens that this prompt would
+    push out of a full cache. Up to a second more than the window is counted.
     """
 
     type_name: ClassVar[str] = "preble-history-producer"
@@ -56,11 +58,13 @@ class PrebleHistorySettings(
         check_above_zero("window", self.window)
 
     def open(self) -> AffinityIndex:
-        """A new, empty index."""
+        """Return a new, empty index."""
         return PrebleHistory(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply to a running index all but the block size; False if that differs."""
+        """Apply all parameters except the block size to a running index; return False if that
+        differs.
+        """
         return isinstance(index, PrebleHistory) and index.adopt(self)
 
 
@@ -74,7 +78,7 @@ class _Sent(Struct, gc=False):
 
 
 class _Window:
-    """What one endpoint got lately, and its sums."""
+    """The recent requests of one endpoint, and their sums."""
 
     __slots__ = ("hit_blocks", "missed_blocks", "requests", "sent")
 
@@ -96,7 +100,7 @@ class _Window:
         self.take_back(self.sent.popleft())
 
     def take_back(self, one: _Sent) -> None:
-        """It counts no longer, wherever it is; again, nothing happens."""
+        """Stop counting a request; do nothing if it no longer counts."""
         self.missed_blocks -= one.missed_blocks
         self.hit_blocks -= one.hit_blocks
         self.requests -= one.requests
@@ -104,7 +108,7 @@ class _Window:
 
 
 class PrebleHistory(PrefixIndex):
-    """`AffinityIndex`; the unit is one full block."""
+    """An `AffinityIndex`; the unit is one full block."""
 
     def __init__(self, settings: PrebleHistorySettings) -> None:
         super().__init__(settings)
@@ -112,12 +116,14 @@ class PrebleHistory(PrefixIndex):
         self._windows: dict[int, _Window] = {}
 
     def adopt(self, settings: PrebleHistorySettings) -> bool:
-        """As `PrefixIndex.configure`; another window from the next sweep on."""
+        """Adopt settings as `PrefixIndex.configure` does; another window applies from the next
+        sweep on.
+        """
         self._window_s = float(settings.window)
         return self.configure(settings)
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """What each slot is believed to hold, and the columns of its history."""
+        """Return the estimated prefix of each slot, and the columns of its history."""
         known = super().match(request, slots, now)
         missed, hits, requests = np.zeros(slots), np.zeros(slots), np.zeros(slots)
         for slot, window in self._windows.items():
@@ -139,7 +145,7 @@ class PrebleHistory(PrefixIndex):
         return Affinity(known.matched, known.total, columns)
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
-        """`slot` holds `request` and, as far as it did not hold it, had to compute it."""
+        """Record that `slot` caches `request` and computed the part that it had not cached."""
         recorded = super().record(request, slot, now)
         hit = sum(recorded[2])
         total = sum(len(chain) for chain in self.share(request)) // HASH_BYTES
@@ -148,7 +154,7 @@ class PrebleHistory(PrefixIndex):
         return recorded, one
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """`slot` did not get `request`."""
+        """Undo the record of `request` at `slot`."""
         held, one = recorded
         super().retract(request, slot, held, now)
         window = self._windows.get(slot)
@@ -156,14 +162,14 @@ class PrebleHistory(PrefixIndex):
             window.take_back(one)
 
     def forget(self, slot: int) -> None:
-        """The slot holds nothing and got nothing."""
+        """Forget the blocks and the history of the slot."""
         super().forget(slot)
         window = self._windows.pop(slot, _Window())
         while window.sent:
             window.drop_oldest()
 
     def expire(self, now: Seconds) -> None:
-        """Drop what is too old to be held or to count, a bounded number of each."""
+        """Drop entries that are too old, a bounded number of each kind."""
         super().expire(now)
         left = _SWEEP_MAX
         for window in self._windows.values():
@@ -173,22 +179,24 @@ class PrebleHistory(PrefixIndex):
 
 
 class ExploreExploit(Parameters, frozen=True):
-    """Preble E2: exploit a prefix that is longer than what is new, else explore by cost.
+    """Preble E2: exploit a prefix that is longer than the new part, else explore by cost.
 
-    hit > T - hit: of those who hold most, the least L(e). Else the least L(e) + M(e) + P(e).
+    The least L(e) of the endpoints with the longest match wins if hit > T - hit. The least L(e) +
+    M(e) + P(e) wins otherwise.
 
-    L: seconds of work that e got in the window: missed tokens / v + R(e) * o * d; P: (T - hit(e)) /
-    v; M: seconds to compute anew what the prompt pushes out, times the share of tokens that hit in
-    the window. T: tokens of the prompt; hit: those that e is believed to hold; v: its prefill
-    speed; R: requests in flight there; o: `output_tokens`; d: `decode_s`.
+    L is the seconds of work that e got in the window: missed tokens / v + R(e) * o * d. P is (T -
+    hit(e)) / v. M is the seconds to compute again what the prompt pushes out, times the share of
+    tokens that hit in the window. T is the tokens of the prompt; hit those that e is estimated to
+    have cached; v its prefill speed; R the requests in flight there; o `output_tokens`; d
+    `decode_s`.
 
-    Where the holder to exploit has L > `rebalance_ratio` * min L, and each endpoint got
-    `rebalance_requests` on average, the least L(e) takes the prompt, and holds it from then on too.
+    The least L(e) takes the prompt, and keeps it from then on, if the endpoint to exploit has L >
+    `rebalance_ratio` * min L, and each endpoint got `rebalance_requests` on average.
 
-    Differs: speeds are those of the configuration where Preble has lines fitted for two GPUs; the
-    time of a decoded token is a constant where Preble takes the median of 200; subtrees are not
-    moved and hot ones not split ahead of requests, only with them; blocks of 64 tokens for its
-    radix tree's one.
+    Differs: speeds are those of the configuration, where Preble has lines fitted for two GPUs; the
+    time of a decoded token is a constant, where Preble takes the median of 200; subtrees are not
+    moved and hot ones are split only with requests, not ahead of them; blocks have 64 tokens, where
+    its radix tree has one.
     """
 
     type_name: ClassVar[str] = "explore-exploit-scorer"
@@ -199,9 +207,9 @@ class ExploreExploit(Parameters, frozen=True):
     producer_type: ClassVar[str] = PrebleHistorySettings.type_name
 
     output_tokens: Annotated[float, Meta(ge=0)] = 45.0
-    """Of an answer; what Preble's code assumes."""
+    """Output tokens of an answer, as Preble's code assumes."""
     decode_s: Annotated[float, Meta(ge=0)] = 0.15
-    """Of one token; where Preble's median begins."""
+    """Seconds of one output token, the initial value of Preble's median."""
     rebalance_ratio: Annotated[float, Meta(ge=1)] = 1.5
     rebalance_requests: Annotated[float, Meta(ge=0)] = 50.0
 
@@ -250,7 +258,7 @@ STRATEGIES: Final = (
             "measured time of a token; its formula knows no adapters"
         ),
         config=config_of(
-            # 198,516 tokens a GPU, where an engine does not say.
+            # Preble assumes 198,516 tokens for a GPU if an engine reports nothing.
             producer(PrebleHistorySettings.type_name, lruCapacityPerServer=3_101),
             step(ExploreExploit.type_name),
         ),

@@ -1,4 +1,4 @@
-"""How many of the last requests begin alike, at lengths that double."""
+"""The number of recent requests with the same beginning, at lengths that double."""
 
 from collections import Counter, deque
 from typing import Annotated, Any, ClassVar, Final
@@ -18,15 +18,16 @@ from epp.plugins.contract import (
 )
 
 _LEVELS_MAX: Final = 12
-"""Lengths that are looked at: the shortest, twice that, up to 2,048 times."""
+"""Number of examined lengths: the shortest, twice that, up to 2,048 times."""
 
 
 class PrefixPopularitySettings(Parameters, frozen=True):
-    """`prefix-popularity-producer`: how long a head must be to be no longer everybody's.
+    """`prefix-popularity-producer`: the length from which on a head is no longer common to all.
 
-    matched = blocks of the shortest head, of `blocks_min` doubled again and again, that at most
-    `share_max` of the last `requests_max` requests began with, or at most `requests_min` of them;
-    the same number for all endpoints. A prompt that is shorter is taken as a whole.
+    matched = blocks of the shortest head that is not popular, where the length starts at
+    `blocks_min` and doubles. A head is not popular if at most `share_max` of the last
+    `requests_max` requests began with it, or at most `requests_min` of them. The number is the same
+    for all endpoints. A shorter prompt is taken whole.
     """
 
     type_name: ClassVar[str] = "prefix-popularity-producer"
@@ -36,20 +37,22 @@ class PrefixPopularitySettings(Parameters, frozen=True):
     blocks_min: Annotated[int, Meta(ge=1, le=64)] = 4
     requests_max: Annotated[int, Meta(ge=16, le=65_536)] = 1_024
     requests_min: Annotated[int, Meta(ge=1)] = 64
-    """So many do not make a head popular: one conversation among few is not everybody's."""
+    """Number of requests that do not make a head popular, as in one conversation among few."""
     share_max: Annotated[float, Meta(gt=0, le=1)] = 0.25
 
     def open(self) -> AffinityIndex:
-        """A new, empty index."""
+        """Return a new, empty index."""
         return PrefixPopularity(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """The last requests are few: the index starts anew unless nothing changed."""
+        """Return True only if nothing changed; the index is otherwise reset, which loses few
+        requests.
+        """
         return isinstance(index, PrefixPopularity) and index.settings == self
 
 
 class PrefixPopularity:
-    """`AffinityIndex`; knows nothing of endpoints."""
+    """An `AffinityIndex` that knows nothing about endpoints."""
 
     def __init__(self, settings: PrefixPopularitySettings) -> None:
         self.settings: Final = settings
@@ -61,7 +64,7 @@ class PrefixPopularity:
         return len(self._counts)
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """The length of the head to go by, for each slot."""
+        """Return the length of the head that is the key, for each slot."""
         chain = self._chain(request)
         total = len(chain) // HASH_BYTES
         settings = self.settings
@@ -73,7 +76,7 @@ class PrefixPopularity:
         return Affinity(np.full(slots, blocks, dtype=np.int64), total)
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
-        """One more request that begins like this."""
+        """Count one more request with this beginning."""
         chain = self._chain(request)
         heads = tuple(_head(chain, each) for each in self._lengths(len(chain) // HASH_BYTES))
         self._last.append(heads)
@@ -85,19 +88,21 @@ class PrefixPopularity:
                     del self._counts[head]
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """It was asked for, wherever it went; recorded again it counts twice, which is rare."""
+        """Keep the count, because the request was made; it counts twice if recorded again, which
+        is rare.
+        """
 
     def forget(self, slot: int) -> None:
-        """Nothing is known of endpoints."""
+        """Do nothing, because nothing is known about endpoints."""
 
     def expire(self, now: Seconds) -> None:
-        """What is old is what many requests lie behind."""
+        """Do nothing, because many later requests displace an old one."""
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
-        """The size of an engine's cache does not matter here."""
+        """Do nothing, because the size of an engine's cache does not matter here."""
 
     def _lengths(self, total: int) -> list[int]:
-        """Blocks of each head of a prompt of `total` full blocks, the shortest first."""
+        """Return the blocks of each head of a prompt of `total` full blocks, the shortest first."""
         least = self.settings.blocks_min
         lengths = [least << level for level in range(_LEVELS_MAX) if least << level < total]
         return [*lengths, min(total, self._blocks_max)] if total else []
@@ -108,5 +113,5 @@ class PrefixPopularity:
 
 
 def _head(chain: bytes, blocks: int) -> bytes:
-    """A block's hash stands for all before it."""
+    """Return the hash of the last block of a head, which stands for all before it."""
     return chain[(blocks - 1) * HASH_BYTES : blocks * HASH_BYTES]

@@ -22,21 +22,21 @@ from homing_rivals.radix_tree import RadixTreeSettings
 
 
 class LongestPrefix(Parameters, frozen=True):
-    """`prefixaware`: argmax of matched(e), any of those that tie; anybody, where nothing matches.
+    """`prefixaware`: argmax of matched(e), a random one among equals; any endpoint if nothing
+    matches.
 
-    There a trie of hashes of 128 characters each, here the tree with blocks of 32 tokens: to go
-    down while some available endpoint is left is to find the longest match of any. Sources:
-    `routing_logic.py`, `prefix/hashtrie.py`.
+    The original has a trie of hashes of 128 characters each; the copy has the tree with blocks of
+    32 tokens. Going down while an available endpoint is left is the same as finding the longest
+    match of any. Sources: `routing_logic.py`, `prefix/hashtrie.py`.
 
-    `load_factor` c, off by default, is the repair: only who would have at most
-    ceil(c * (total R + 1) / n) requests with this one, and of the longest matches the fewest
-    requests. R: requests in flight.
+    `load_factor` c, off by default, is the repair: only endpoints that would have at most ceil(c *
+    (total R + 1) / n) requests with this one, and the fewest requests among the longest matches. R
+    is the requests in flight.
 
-    Differs: full blocks only, where the last part of a chunk counts as 128 characters there; the
-    model is in the hash; an endpoint that leaves is forgotten; the tree is bounded by memory, where
-    the trie grows until it is killed (#711 proposes a limit).
-    Kept: no term for load, so that a shared system prompt sends everybody to one endpoint (#957,
-    #959).
+    Differs: only full blocks count, where the last part of a chunk counts as 128 characters there;
+    the model is in the hash; an endpoint that leaves is forgotten; the tree is bounded by memory,
+    where the trie grows until it is killed (#711 proposes a limit). Kept: there is no term for
+    load, so a shared system prompt sends all requests to one endpoint (#957, #959).
     """
 
     type_name: ClassVar[str] = "longest-prefix-scorer"
@@ -60,11 +60,11 @@ class LongestPrefix(Parameters, frozen=True):
 class RelativeLoad(Parameters, frozen=True):
     """`loadaware` (#1035): argmax of matched(e) / T - beta * (R(e) - mean R) / max(1, mean R).
 
-    T: tokens of the prompt; R: requests in flight. Both terms have no unit: an endpoint with twice
-    the mean load needs the whole prompt cached.
+    T is the tokens of the prompt and R the requests in flight. Both terms have no unit: an endpoint
+    with twice the mean load needs the whole prompt cached.
 
-    Differs: what endpoints hold is believed by the prefix index, where LMCache's controller tells
-    it; ties take turns.
+    Differs: the prefix index estimates cached prefixes, where LMCache's controller reports them;
+    equal endpoints alternate.
     """
 
     type_name: ClassVar[str] = "relative-load-scorer"
@@ -89,7 +89,7 @@ SCORERS: Final = (LongestPrefix, RelativeLoad)
 STRATEGIES: Final = (
     Strategy(
         name="production-stack-prefix-aware",
-        idea="production-stack prefixaware: any of those that hold the longest prefix.",
+        idea="production-stack prefixaware: any endpoint with the longest cached prefix.",
         omissions="the end of a prompt that fills no block; its formula knows no adapters",
         config=config_of(
             producer(
@@ -115,7 +115,7 @@ STRATEGIES: Final = (
     Strategy(
         name="production-stack-load-aware",
         idea="production-stack loadaware: share of the prompt cached, less the relative load.",
-        omissions="LMCache's word of what endpoints hold; its formula knows no adapters",
+        omissions="LMCache's reports of cached prefixes; its formula knows no adapters",
         config=config_of(step(RelativeLoad.type_name)),
     ),
 )

@@ -1,4 +1,4 @@
-"""Block hashes of prompts, for plugins that hash a prompt and remember nothing of it."""
+"""Block hashes of prompts, for plugins that hash a prompt and store nothing."""
 
 from typing import Annotated, Any, ClassVar, Final
 
@@ -19,7 +19,7 @@ from epp.plugins.contract import (
 
 
 class PromptBlocksSettings(Parameters, frozen=True):
-    """Says of what size blocks are to be, so that replayed traces have them too."""
+    """Settings of the block size, so that replayed traces have such blocks too."""
 
     type_name: ClassVar[str] = "prompt-blocks-producer"
     abilities: ClassVar[Abilities] = Abilities(origin=Origin.DECIDED, counts_blocks=True)
@@ -30,16 +30,18 @@ class PromptBlocksSettings(Parameters, frozen=True):
     """Blocks of a prompt that are hashed."""
 
     def open(self) -> AffinityIndex:
-        """Ready to hash."""
+        """Return an index that is ready to hash."""
         return PromptBlocks(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Hash as these say from now on."""
+        """Use these settings for hashing from now on."""
         return isinstance(index, PromptBlocks) and index.configure(self)
 
 
 class PromptBlocks:
-    """Hashes each prompt before plugins ask for its blocks; every endpoint holds none of them."""
+    """Hashes of each prompt, for plugins that need its blocks; every endpoint has cached none of
+    them.
+    """
 
     def __init__(self, settings: PromptBlocksSettings) -> None:
         self.configure(settings)
@@ -51,26 +53,26 @@ class PromptBlocks:
         return True
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """Nothing is known of anybody."""
+        """Return no match, because nothing is known about endpoints."""
         request.chains_of(self._block_bytes, self._blocks_max)
         return Affinity(np.zeros(slots, dtype=np.int64), 0)
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
-        """Nothing is remembered."""
+        """Do nothing, because nothing is stored."""
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Nothing is remembered."""
+        """Do nothing, because nothing is stored."""
 
     def forget(self, slot: int) -> None:
-        """Nothing is remembered."""
+        """Do nothing, because nothing is stored."""
 
     def expire(self, now: Seconds) -> None:
-        """Nothing is remembered."""
+        """Do nothing, because nothing is stored."""
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
-        """Nothing is remembered."""
+        """Do nothing, because nothing is stored."""
 
 
 INDEXES: Final = (PromptBlocksSettings,)
 STRATEGIES: Final[tuple[Strategy, ...]] = ()
-"""None of its own."""
+"""Strategies of this module: none."""

@@ -1,7 +1,8 @@
-"""The tree of prompts that cache-aware routers keep: who was sent what, who first, and how much.
+"""The tree of prompts of cache-aware routers: which endpoint was sent what, first and how much.
 
-SGLang's router, its successor smg, vllm-router, Ray Serve and production-stack each keep such a
-tree over characters or tokens. Here it is the prefix index with what their rules ask besides.
+SGLang's router, its successor smg, vllm-router, Ray Serve and production-stack each have such a
+tree over characters or tokens. It is the prefix index here, with the additional columns that their
+rules need.
 """
 
 from typing import Annotated, ClassVar, Final
@@ -24,28 +25,28 @@ FIRST_HOLDER: Final = "first_holder"
 HELD_BLOCKS: Final = "held_blocks"
 """Column: blocks that the tree has of each endpoint."""
 DEEPEST_BLOCKS: Final = "deepest_blocks"
-"""Column: blocks of the prompt that anybody holds, be it a candidate or not; one number for all."""
+"""Column: blocks of the prompt that any endpoint has, candidate or not; one number for all."""
 
 _FOR_EVER: Final = Duration(1e9)
 
 
 class RadixTreeSettings(PrefixIndexSettings, frozen=True):
-    """`radix-tree-producer`: the tree's parameters, spelt as those of the prefix index.
+    """`radix-tree-producer`: the tree's parameters, named as those of the prefix index.
 
-    Differs from the trees that it stands for: edges are blocks of tokens and not characters, so a
-    prompt shorter than a block is unknown; it evicts as soon as it is full and not once a minute; it
-    evicts by the endpoint's oldest prompt, tails first, where smg takes the leaf used least recently;
-    a look-up refreshes nothing, because the choice is recorded anyway. Model, salt and API are in
-    the first block's hash: there is one tree for all models.
+    Differs from the original trees: edges are blocks of tokens and not characters, so a prompt
+    shorter than a block is unknown; it evicts as soon as it is full and not once a minute; it
+    evicts by the endpoint's oldest prompt, tails first, where smg takes the least recently used
+    leaf; a look-up refreshes nothing, because the choice is recorded anyway. Model, salt and API
+    are in the first block's hash, so there is one tree for all models.
     """
 
     type_name: ClassVar[str] = "radix-tree-producer"
 
     auto_tune: bool = False
     block_size_tokens: Annotated[int, Meta(ge=1)] = 16
-    """Tokens in a block; smg's page."""
+    """Tokens in a block, as in smg's page."""
     lru_capacity_per_server: Annotated[int, Meta(ge=1)] = 1_048_576
-    """Blocks an endpoint: with those of 16 tokens about 2^26 characters, as in smg."""
+    """Blocks of an endpoint; with 16 tokens each about 2^26 characters, as in smg."""
     ttl: Duration = _FOR_EVER
 
     def __post_init__(self) -> None:
@@ -59,19 +60,23 @@ class RadixTreeSettings(PrefixIndexSettings, frozen=True):
         return self.block_size_tokens
 
     def open(self) -> AffinityIndex:
-        """A new, empty tree."""
+        """Return a new, empty tree."""
         return RadixTree(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply to a running tree all but the block size; False if that differs."""
+        """Apply all parameters except the block size to a running tree; return False if that
+        differs.
+        """
         return isinstance(index, RadixTree) and index.configure(self)
 
 
 class RadixTree(PrefixIndex):
-    """The prefix index, with the columns of this module. Of several prompts the first decides them."""
+    """The prefix index, with the columns of this module. The first of several prompts determines
+    them.
+    """
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """As the prefix index does, and the columns."""
+        """Return the match of the prefix index, and the columns."""
         known = super().match(request, slots, now)
         first = np.zeros(slots)
         holder = self.first_holder(request, now)
@@ -88,4 +93,4 @@ class RadixTree(PrefixIndex):
 INDEXES: Final = (RadixTreeSettings,)
 
 STRATEGIES: Final = ()
-"""Those that read the tree are in files of their own."""
+"""Strategies of this module: none; those that read the tree are in files of their own."""

@@ -25,15 +25,15 @@ from homing_rivals.radix_tree import HELD_BLOCKS, RadixTreeSettings
 
 
 class RayPrefixAffinity(Parameters, frozen=True):
-    """The best match from 10 % on, else the smallest tree; of those the shortest queue.
+    """The best match from 10 % on, else the smallest tree; the shortest queue among these.
 
-    If max R - min R > `imbalanced_threshold`, anybody: two are drawn and the shorter queue wins
-    (`two-of-best-picker`). R: requests in flight. The threshold is None, infinity, since
-    ray-project/ray #59390; it was 10. Source: ray 2.60, `PrefixCacheAffinityRouter`.
+    Any endpoint may win if max R - min R > `imbalanced_threshold`: two are drawn and the shorter
+    queue wins (`two-of-best-picker`). R is the requests in flight. The threshold is None, infinity,
+    since ray-project/ray #59390; it was 10. Source: ray 2.60, `PrefixCacheAffinityRouter`.
 
-    Differs: blocks of 16 tokens instead of characters; queue lengths are this picker's own count,
-    where Ray asks replicas; the tree is bounded, where Ray's is unless it is told otherwise.
-    Kept: without a threshold the replica with a hot prefix gets all of it, however long its queue.
+    Differs: blocks have 16 tokens instead of characters; queue lengths are this picker's own count,
+    where Ray asks replicas; the tree is always bounded, where Ray's can be configured otherwise.
+    Kept: the replica with a hot prefix gets all of it without a threshold, however long its queue.
     """
 
     type_name: ClassVar[str] = "ray-prefix-affinity-scorer"
@@ -62,9 +62,9 @@ class RayPrefixAffinity(Parameters, frozen=True):
 
 
 class TwoOfBest(Parameters, frozen=True):
-    """Of all that tie for the highest sum two are drawn, and the fewer requests in flight win.
+    """Draw two of all that share the highest sum; the fewer requests in flight win.
 
-    Power of two choices (Mitzenmacher, 2001); equal ones: the first that was drawn.
+    Power of two choices (Mitzenmacher, 2001). The first that was drawn wins among equal ones.
     """
 
     type_name: ClassVar[str] = "two-of-best-picker"

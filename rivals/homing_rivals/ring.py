@@ -1,7 +1,7 @@
-"""Consistent hashing: endpoints own arcs of a ring, a key belongs to the next point clockwise.
+"""Consistent hashing: endpoints own arcs of a ring, and a key belongs to the next point clockwise.
 
-Points are made of the endpoints' identities, so pickers that know the same endpoints have the same
-ring, and one that comes or leaves moves only the keys of its own arcs.
+Points are computed from the endpoints' identities, so pickers that know the same endpoints have the
+same ring. An endpoint that joins or leaves moves only the keys of its own arcs.
 """
 
 from functools import lru_cache
@@ -20,19 +20,20 @@ from epp.plugins.contract import (
 )
 
 _RINGS_MAX: Final = 8
-"""Sets of endpoints of which the ring is kept: at 1,000 of 256 points each it has 4 MB."""
+"""Sets of endpoints whose ring is stored; 1,000 endpoints with 256 points each take 4 MB."""
 
 
 class Ring(Struct, frozen=True):
-    """m points of n candidates."""
+    """A ring of m points of n candidates."""
 
     points: Hashes
-    """uint64[m], ascending."""
+    """Positions of the points, uint64[m], ascending."""
     owners: Ints
-    """int64[m], positions among the candidates."""
+    """Owners of the points, int64[m], positions among the candidates."""
 
     def first(self, key: int, accepted: Bools) -> int:
-        """The first candidate clockwise from `key`, 64 bits, that is in `accepted`; -1: none is.
+        """Return the first candidate clockwise from `key`, 64 bits, that is in `accepted`; -1 if
+        none is.
 
         `accepted` is bool[n].
         """
@@ -45,14 +46,16 @@ class Ring(Struct, frozen=True):
 
 
 def ring_of(candidates: Candidates, points: int) -> Ring:
-    """The ring of `candidates`, at least one, with so many `points` each."""
-    # One for one with the identities.
+    """Return the ring of `candidates`, at least one, with `points` points each."""
+    # Candidates and identities have the same order.
     return _ring(candidates.rendezvous(0).tobytes(), points)
 
 
 @lru_cache(_RINGS_MAX)
 def _ring(identities: bytes, points: int) -> Ring:
-    """A pure function, remembered: of 100 endpoints it takes milliseconds, a decision a fraction."""
+    """Return the ring; it is cached because it takes milliseconds for 100 endpoints, a decision a
+    fraction.
+    """
     known = np.frombuffer(identities, dtype=np.uint64)
     numbers = (number.to_bytes(4, "little") for number in range(points))
     placed = np.concatenate(
@@ -63,10 +66,11 @@ def _ring(identities: bytes, points: int) -> Ring:
 
 
 def within_bound(inflight: Ints, load_factor: float) -> Bools:
-    """bool[n]: who has at most `load_factor`, 1 or more, times the mean with one more request.
+    """Return bool[n]: candidates with at most `load_factor`, 1 or more, times the mean with one
+    more request.
 
     Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018). The load of an
-    endpoint is without the request that is to be placed; while nothing is in flight all are within.
+    endpoint excludes the request to be placed; all are within the bound while nothing is in flight.
     """
     within: Bools = inflight <= (int(inflight.sum()) + 1) / len(inflight) * load_factor
     return within

@@ -1,8 +1,8 @@
-"""What was routed where, block by block: the approximate prefix index as the field ships it.
+"""Routed blocks: the approximate prefix index as other endpoint pickers ship it.
 
-For each endpoint a list of block hashes by recency, and for each hash who has it. Unlike
-`core/knowledge/prefix` it knows no order of blocks: an endpoint may have lost the head of a prompt
-and keep its tail, and is counted for it.
+There is a list of block hashes by recency for each endpoint, and a set of endpoints for each hash.
+Unlike `core/knowledge/prefix` it ignores the order of blocks: an endpoint may have lost the head of
+a prompt and kept its tail, which still counts.
 """
 
 from collections import OrderedDict
@@ -30,15 +30,15 @@ _CHAIN_BLOCKS_MAX: Final = 65_536
 
 
 class RoutedBlocksSettings(Parameters, frozen=True):
-    """`routed-blocks-producer`: what GIE v1 and llm-d-router believe that endpoints hold.
+    """`routed-blocks-producer`: the estimated caches of GIE v1 and llm-d-router.
 
-    matched(e) = blocks of the prompt that were routed to e, up to the first that nobody has.
+    matched(e) = blocks of the prompt that were routed to e, up to the first that no endpoint has.
     Sources: proposal 0602 of kubernetes-sigs/gateway-api-inference-extension; llm-d/llm-d-router,
     `requestcontrol/dataproducer/approximateprefix`.
 
-    Known faults, kept unless told otherwise: blocks count behind a gap as long as somebody else has
-    the block in it; of a prompt its head is pushed out before its tail; with `auto_tune` an
-    engine's blocks count as blocks of this index, whatever their sizes.
+    Known faults, kept by default: blocks after a gap count as long as another endpoint has the
+    missing block; the head of a prompt is pushed out before its tail; an engine's blocks count as
+    blocks of this index with `auto_tune`, whatever their sizes.
     """
 
     type_name: ClassVar[str] = "routed-blocks-producer"
@@ -47,50 +47,57 @@ class RoutedBlocksSettings(Parameters, frozen=True):
     block_tokens: Annotated[int, Meta(ge=1, le=4_096)] = 64
     """Tokens in a block, 4 bytes each."""
     blocks_per_request_max: Annotated[int, Meta(ge=1, le=_CHAIN_BLOCKS_MAX)] = 2_048
-    """Of each prompt of a request."""
+    """Blocks of each prompt of a request."""
     blocks_per_endpoint_max: Annotated[int, Meta(ge=1)] = 31_250
-    """500,000 tokens in blocks of 16: a model of 8B on an H100."""
+    """Blocks of an endpoint. The default is 500,000 tokens in blocks of 16: an 8B model on an
+    H100.
+    """
     blocks_max: Annotated[int, Meta(ge=1)] = 1_500_000
-    """Of all endpoints together, about 170 bytes each; above it who has most loses its oldest."""
+    """Limit for all endpoints, about 170 bytes each; the endpoint with most loses its oldest above
+    it.
+    """
     auto_tune: bool = False
-    """What an endpoint holds at most is what its engine says, once it got its first request."""
+    """True if the engine reports the capacity of an endpoint, once it got its first request."""
     last_partial_block: bool = False
-    """What is left behind the last full block counts as a block, where the text is known: not in a
-    replayed trace, which has none."""
+    """True if the rest after the last full block counts as a block. It needs the text, which a
+    replayed trace lacks.
+    """
     contiguous: bool = False
-    """An endpoint's blocks count up to the first that it has not: a repair."""
+    """True if an endpoint's blocks count only up to the first missing one: a repair."""
     tail_first: bool = False
-    """Of a prompt its tail is pushed out before its head: a repair."""
+    """True if the tail of a prompt is pushed out before its head: a repair."""
 
     def open(self) -> AffinityIndex:
-        """A new, empty index."""
+        """Return a new, empty index."""
         return RoutedBlocks(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply to a running index all but the size of blocks; False if that differs."""
-        # One that is built on it learns in another way.
+        """Apply all parameters except the block size to a running index; return False if that
+        differs.
+        """
+        # A subclass learns in another way.
         return type(index) is RoutedBlocks and index.configure(self)
 
 
 class RoutedBlocks:
-    """`AffinityIndex`; the unit is a block."""
+    """An `AffinityIndex`; the unit is a block."""
 
     def __init__(self, settings: RoutedBlocksSettings) -> None:
         self._holders: dict[int, int] = {}
-        """Hash -> the slots that have it, as bits; never 0."""
+        """Hash -> slots that have it, as bits; never 0."""
         self._recent: dict[int, OrderedDict[int, int]] = {}
-        """Slot -> hash -> the record that told of it last; the oldest first."""
+        """Slot -> hash -> the latest record that contained it; the oldest first."""
         self._capacity: dict[int, int] = {}
-        """Slot -> blocks that it may have, fixed when it gets its first request."""
+        """Slot -> maximum number of its blocks, fixed at its first request."""
         self._told: dict[int, int] = {}
-        """Slot -> blocks of its engine."""
+        """Slot -> blocks of its engine's cache."""
         self._records = 0
         self.blocks = 0
-        """(block, endpoint) pairs."""
+        """Number of (block, endpoint) pairs."""
         self._settings = settings
 
     def configure(self, settings: RoutedBlocksSettings) -> bool:
-        """Adopt `settings`; False and no change if their blocks are of another size."""
+        """Adopt `settings`; return False without a change if their block size differs."""
         if settings.block_tokens != self._settings.block_tokens:
             return False
         self._settings = settings
@@ -100,7 +107,7 @@ class RoutedBlocks:
         return True
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """Blocks of each prompt that each slot has, up to the first that no slot has."""
+        """Return the blocks of each prompt that each slot has, up to the first that no slot has."""
         matched = np.zeros(slots, dtype=np.int64)
         total = 0
         for hashes in self._prompts(request):
@@ -110,7 +117,7 @@ class RoutedBlocks:
         return Affinity(matched, total)
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
-        """Note every block of `request`; what the slot has had for longest makes room."""
+        """Record every block of `request`; the slot's oldest blocks make room."""
         recent = self._recent.setdefault(slot, OrderedDict())
         self._records += 1
         bit = 1 << slot
@@ -128,7 +135,7 @@ class RoutedBlocks:
         return noted
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Take back what the last `record` of `request` added and no other has told since."""
+        """Undo the additions of the last `record` of `request` that no later one contained."""
         number, added = recorded
         recent: dict[int, int] = self._recent.get(slot, OrderedDict())
         for key in added:
@@ -136,7 +143,7 @@ class RoutedBlocks:
                 self._drop(slot, key)
 
     def forget(self, slot: int) -> None:
-        """The slot has nothing, and what it can hold is open again."""
+        """Forget the blocks and the capacity of the slot."""
         for key in tuple(self._recent.get(slot, ())):
             self._drop(slot, key)
         self._recent.pop(slot, None)
@@ -144,19 +151,21 @@ class RoutedBlocks:
         self._told.pop(slot, None)
 
     def expire(self, now: Seconds) -> None:
-        """Nothing here grows old."""
+        """Do nothing, because entries do not age."""
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
-        """With `auto_tune`: as many blocks as the engine has, taken for blocks of this index."""
+        """Set the capacity to the engine's blocks with `auto_tune`, counted as blocks of this
+        index.
+        """
         if blocks_total > 0:
             self._told[slot] = blocks_total
 
     def blocks_of(self, slot: int) -> int:
-        """Blocks that the slot has."""
+        """Return the number of blocks that the slot has."""
         return len(self._recent.get(slot, ()))
 
     def _runs(self, hashes: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """(slots as bits, how many blocks in a row they have), up to a block that nobody has."""
+        """Yield (slots as bits, length of a run that they have), up to a block that no slot has."""
         holders = self._holders
         contiguous = self._settings.contiguous
         mask = count = 0

@@ -1,4 +1,4 @@
-"""Session affinity: an endpoint keeps its sessions, for ever or until it is too busy for them."""
+"""Session affinity: an endpoint keeps its sessions for ever, or until it is too busy for them."""
 
 from typing import Annotated, ClassVar, Final
 
@@ -22,10 +22,10 @@ from epp.plugins.contract import (
 class BoundedSession(Parameters, frozen=True):
     """Stay while R(home) <= `skew` x max(mean R, 1), else go to argmin R and make that the home.
 
-    R is what is in flight without this request. It is the form that users ask for where sessions
-    stick to a saturated pod (sgl-project/sglang #33625 and #33959, skew 1.5). Where a session is
-    known the index of sessions, which takes it along wherever it goes, says where; what has no
-    session goes to argmin R.
+    R is the requests in flight without this request. Users ask for this form when sessions stick to
+    a saturated pod (sgl-project/sglang #33625 and #33959, skew 1.5). The index of sessions knows
+    the home of a session and follows it wherever it goes. A request without a session goes to
+    argmin R.
     """
 
     type_name: ClassVar[str] = "bounded-session-scorer"
@@ -49,17 +49,17 @@ class BoundedSession(Parameters, frozen=True):
 
 
 class RendezvousSession(Parameters, frozen=True):
-    """argmax of h(session, endpoint), the same at every picker; without a session anybody.
+    """argmax of h(session, endpoint), the same at every picker; any endpoint without a session.
 
-    AIBrix hashes its session key so (FNV-64). Nothing is remembered, and who leaves takes along only
-    its own sessions. There is no bound.
+    AIBrix hashes its session key in this way (FNV-64). Nothing is stored, and an endpoint that
+    leaves moves only its own sessions. There is no bound.
     """
 
     type_name: ClassVar[str] = "rendezvous-session-scorer"
     abilities: ClassVar[Abilities] = Abilities(reads=("headers", "rendezvous", "session_id"))
 
     session_header: Annotated[str, Meta(min_length=1)] = "x-session-id"
-    """Request header with the session, where the request has no session id of its own."""
+    """Request header with the session, if the request has no session id of its own."""
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         session = request.session_id or request.headers.get(self.session_header.lower(), "")

@@ -27,7 +27,7 @@ _SHINGLE_BYTES: Final = 4
 
 
 class Locality(StrEnum):
-    """What of a SimHash is the key of the ring."""
+    """The part of a SimHash that is the key of the ring."""
 
     HASHED = "hashed"
     """A hash of all its bits."""
@@ -36,7 +36,8 @@ class Locality(StrEnum):
 
 
 def simhash(features: Ints) -> int:
-    """64 bits: in each place the majority of `features`, uint64[k], k >= 1; 0 where they tie.
+    """Return 64 bits: the majority of `features` in each place, uint64[k], k >= 1; 0 where they
+    tie.
 
     Charikar, "Similarity estimation techniques from rounding algorithms" (2002).
     """
@@ -48,16 +49,16 @@ def simhash(features: Ints) -> int:
 class SimHashRing(Parameters, frozen=True):
     """The ring's owner of the SimHash of the first 512 bytes of the prompt.
 
-    Features are hashes of all runs of 4 bytes. `hashed`: the key is a hash of the SimHash, `band`:
-    its first `band_bits` bits. Source: production-stack #239, never merged.
+    Features are hashes of all runs of 4 bytes. The key is a hash of the SimHash with `hashed`, and
+    its first `band_bits` bits with `band`. Source: production-stack #239, never merged.
 
-    Differs: bytes of the canonical prompt, where the original takes JSON text of the messages; xxh64
-    for md5; owners by rendezvous hashing. A replayed trace has no text: then features are the hashes
-    of the blocks within those bytes. A prompt with neither goes to the fewest requests.
-    Kept by `hashed`: to hash the SimHash again destroys what makes it one. Prompts that differ in
-    one bit of it land as far apart as any; only equal SimHashes meet. Prompts that share their
-    first 512 bytes share one owner, unless a `load_factor` lets the ring go on. The proposal's own
-    test of load came out upside down, keeping the busiest tenth, and is left out.
+    Differs: bytes of the canonical prompt, where the original takes JSON text of the messages;
+    xxh64 for md5; owners by rendezvous hashing. A replayed trace has no text, so its features are
+    the hashes of the blocks within those bytes. A prompt with neither goes to the fewest requests.
+    Kept by `hashed`: hashing the SimHash again destroys its property. Prompts that differ in one
+    bit of it are as far apart as any; only equal SimHashes meet. Prompts with the same first 512
+    bytes share one owner, unless a `load_factor` lets the ring go on. The proposal's own test of
+    load is inverted, keeping the busiest tenth, and is omitted.
     """
 
     type_name: ClassVar[str] = "simhash-ring-scorer"
@@ -68,7 +69,9 @@ class SimHashRing(Parameters, frozen=True):
     locality: Locality = Locality.HASHED
     band_bits: Annotated[int, Meta(ge=1, le=_BITS)] = 6
     load_factor: Annotated[float, Meta(ge=1)] | None = None
-    """Times the mean: who would have more in flight is left out."""
+    """Factor of the mean requests in flight above which an endpoint is skipped, or None for no
+    limit.
+    """
 
     @property
     def producer(self) -> str | None:
@@ -87,7 +90,7 @@ class SimHashRing(Parameters, frozen=True):
         return owner
 
     def _features(self, request: InferenceRequest, block_tokens: int) -> Ints:
-        """uint64[k]."""
+        """Return the features, uint64[k]."""
         if request.prompts and request.prompts[0]:
             text = request.prompts[0][: self.text_bytes]
             shingles = range(max(1, len(text) - _SHINGLE_BYTES + 1))
@@ -112,7 +115,7 @@ SCORERS: Final = (SimHashRing,)
 STRATEGIES: Final = (
     Strategy(
         name="production-stack-simhash",
-        idea="production-stack #239: who owns a hash of the prompt's SimHash on a ring.",
+        idea="production-stack #239: the owner of a hash of the prompt's SimHash on a ring.",
         omissions=(
             "the proposal's test of load, which keeps the busiest; JSON text of messages; its "
             "formula knows no adapters"

@@ -1,4 +1,4 @@
-"""SMetric: a conversation stays while its first token comes in time; who begins goes by work.
+"""SMetric: a conversation stays while its first token is in time; a new one is placed by work.
 
 Source: a proposal for vllm-project/router.
 """
@@ -23,19 +23,22 @@ from epp.plugins.contract import (
 
 
 class StayInTime(Parameters, frozen=True):
-    """SMetric: stay with who holds most while it is in time, else go where the least work is.
+    """SMetric: stay at the endpoint with the longest match while it is in time, else take the
+    least work.
 
-    cost(n) = (n + n * (L - n / 2) / A) / v; queued(e) = P(e) / v + cost(L - hit(e)). Stay with h,
-    who holds most, if hit(h) > r * L, and queued(h) <= s * (b + cost(L)) or that is so of nobody.
-    Else the least queued(e) * (R(e) + 1), or without `colocated` the least queued(e).
+    cost(n) = (n + n * (L - n / 2) / A) / v; queued(e) = P(e) / v + cost(L - hit(e)). The request
+    stays at h, which has the longest match, if hit(h) > r * L, and if queued(h) <= s * (b +
+    cost(L)) or no endpoint fulfils that. It otherwise goes to the least queued(e) * (R(e) + 1), or
+    to the least queued(e) without `colocated`.
 
-    L: tokens of the prompt; hit: those that e is believed to hold; P: uncached tokens waiting
-    there; v: its prefill speed; A: `attention_tokens`, the context at which attention takes as long
-    as all else; r: `hit_ratio`; s: `slack`; b: `base_ms`; R: requests in flight there.
+    L is the tokens of the prompt; hit those that e is estimated to have cached; P the uncached
+    tokens waiting there; v its prefill speed; R the requests in flight there. A is
+    `attention_tokens`, the context at which attention takes as long as all else; r `hit_ratio`; s
+    `slack`; b `base_ms`.
 
     Differs: speeds are those of the configuration, where the proposal takes the 90th percentile of
-    the last 64 that it saw; a first turn is told by its hit, not by its messages; and the
-    proposal's constants are not known: those of A, r, s and b are ours.
+    the last 64 that it saw; the hit identifies a first turn, not the messages; the proposal's
+    constants are unknown, so those of A, r, s and b are ours.
     """
 
     type_name: ClassVar[str] = "stay-in-time-scorer"
@@ -47,7 +50,7 @@ class StayInTime(Parameters, frozen=True):
     slack: Annotated[float, Meta(ge=0)] = 2.0
     base_ms: Annotated[float, Meta(ge=0)] = 500.0
     colocated: bool = True
-    """Endpoints that prefill decode too: what runs there counts."""
+    """True if endpoints that prefill also decode, so that their running requests count."""
 
     @property
     def producer(self) -> str | None:
@@ -70,7 +73,7 @@ class StayInTime(Parameters, frozen=True):
         return scores_of_cost(queued)
 
     def _cost(self, tokens: "Floats | float", prompt: float) -> Floats:
-        """As if at one token a second."""
+        """Return the cost at a speed of one token a second."""
         cost: Floats = np.asarray(tokens * (1.0 + (prompt - tokens / 2) / self.attention_tokens))
         return cost
 

@@ -1,8 +1,9 @@
 """Cache-aware routing of SGLang's router, which vllm-router copies, and of its successor smg.
 
-Both keep a tree of the prompts that they sent (`radix_tree`) and part where the load does not allow
-to follow it: the first of four generations, and the last. R(e): requests in flight at endpoint e; K(e): its KV cache usage. Prompts are known to
-the tree by blocks of 16 tokens where the originals compare characters or tokens.
+Both have a tree of the prompts that they sent (`radix_tree`), and differ if the load does not allow
+following it: the first of four generations, and the last. R(e) is the requests in flight at
+endpoint e, and K(e) its KV-cache usage. The tree knows prompts by blocks of 16 tokens, where the
+originals compare characters or tokens.
 """
 
 import math
@@ -29,7 +30,7 @@ from homing_rivals.narrowing import first_of, least_of, most_of, only
 from homing_rivals.radix_tree import DEEPEST_BLOCKS, FIRST_HOLDER, RadixTreeSettings
 
 _TENANTS_MAX: Final = 8
-"""Holders of a node that generation 4 looks at."""
+"""Endpoints of a node that generation 4 considers."""
 _SWING_MIN: Final = 4.0
 _SWING_DEVIATIONS: Final = 2.0
 _TOKENS_PER_S: Final = 2_000.0
@@ -39,17 +40,20 @@ _KV_USAGE_MAX: Final = 0.999
 
 
 def imbalanced(inflight: Ints, *, balance_abs: float, balance_rel: float) -> bool:
-    """Whether max R - min R > `balance_abs` and max R > `balance_rel` * min R; both strictly."""
+    """Return True if max R - min R > `balance_abs` and max R > `balance_rel` * min R; both
+    strictly.
+    """
     least, most = float(inflight.min()), float(inflight.max())
     return most - least > balance_abs and most > balance_rel * least
 
 
 def first_holder(tree: Affinity, cache_threshold: float) -> Bools | None:
-    """bool[n]: the endpoint that was first sent the deepest known block; None: too little is known.
+    """Return bool[n]: the endpoint that was first sent the deepest known block; None if too little
+    is known.
 
-    Known must be more than `cache_threshold` of the prompt. If the endpoint is no candidate, the
-    first in the list is taken. Who was sent it later does not matter: a node of the original trees
-    is given a `last_tenant` when it is made, and another only when that one lost it.
+    The known part must exceed `cache_threshold` of the prompt. The first endpoint in the list is
+    taken if that endpoint is no candidate. Later endpoints do not matter: a node of the original
+    trees gets a `last_tenant` when it is created, and another only when that one lost it.
     """
     if not _share(tree) > cache_threshold:
         return None
@@ -58,7 +62,7 @@ def first_holder(tree: Affinity, cache_threshold: float) -> Bools | None:
 
 
 def _share(tree: Affinity) -> float:
-    """Of the prompt's blocks what anybody is known to hold, candidates or not."""
+    """Return the part of the prompt's blocks that any endpoint is known to have, candidate or not."""
     deepest = tree.columns.get(DEEPEST_BLOCKS)
     return 0.0 if deepest is None else float(deepest[0]) / (tree.total or 1)
 
@@ -66,17 +70,18 @@ def _share(tree: Affinity) -> float:
 class CacheAware1(Parameters, frozen=True):
     """Generation 1 (SGLang router, sgl-project/sglang #2114, to sglang-router 0.3.2).
 
-    max R - min R > abs and max R > rel * min R: the fewest requests. Else, matched / total >
-    threshold: who was first sent the deepest matched block, wherever it went since. Else a miss.
+    The fewest requests win if max R - min R > abs and max R > rel * min R. The endpoint that was
+    first sent the deepest matched block wins if matched / total > threshold, wherever it went
+    since. Everything else is a miss.
 
-    A miss goes to the first of the list among the fewest requests, so that with little traffic one
-    endpoint gets every cold prompt (#32983); #33138 draws.
+    A miss goes to the first of the list among the fewest requests, so one endpoint gets every cold
+    prompt with little traffic (#32983); #33138 draws.
 
-    vllm-router 0.1.17 decides so too, over the tokens that an engine renders the prompt to; without
-    an answer of the engine load alone decides there.
+    vllm-router 0.1.17 decides in the same way, over the tokens to which an engine renders the
+    prompt; load alone decides there without an answer of the engine.
 
-    Differs: blocks of 16 tokens instead of characters, so prompts below 16 tokens always miss; where
-    the imbalance is met, the first of the fewest, as there.
+    Differs: blocks of 16 tokens instead of characters, so prompts below 16 tokens always miss; the
+    first of the fewest wins at an imbalance, as there.
     """
 
     type_name: ClassVar[str] = "smg-cache-aware-1-scorer"
@@ -101,22 +106,24 @@ class CacheAware1(Parameters, frozen=True):
 
 
 class CacheAware4(Parameters, frozen=True):
-    """Generation 4 (smg-project/smg #2341, smg 1.13.0): expected wait decides among the holders.
+    """Generation 4 (smg-project/smg #2341, smg 1.13.0): expected wait decides among the endpoints
+    with a match.
 
-    Holders are up to 8 of the deepest matched block (matched / total > threshold), the best by
-    1 / (1 + decay * (pending(e) - least pending) / B / blocks of the prompt); `overlap_decay` 0 is
-    off. Without those for whom R(e) > rel * mean R and R(e) > mean R + margin the shortest expected
-    wait of them; if nobody is left, the shortest of all who are not so full; on a miss and while
-    max K > `kv_overload` or max K - min K > `kv_balance`, both off at 1, the shortest of all.
-    margin = min(abs, max(4, 2 * sqrt(mean R))): the swing of a mean by chance, so that small pools
-    spill too. Expected wait in seconds: queued(e) / 2,000 + 0.15 * K / (1 - K), with queued(e) the
-    uncached tokens that were sent to e and are not prefilled, or 1,024 for each that waits there;
-    where K is not known 1,024 / 2,000 for each in flight. smg routes by it alone as `least_load`.
+    The match is up to 8 endpoints of the deepest matched block (matched / total > threshold), the
+    best by 1 / (1 + decay * (pending(e) - least pending) / B / blocks of the prompt);
+    `overlap_decay` 0 disables it. Endpoints with R(e) > rel * mean R and R(e) > mean R + margin are
+    removed, and the shortest expected wait of the others wins. The shortest of all that are not so
+    full wins if none is left. The shortest of all wins on a miss, and while max K > `kv_overload`
+    or max K - min K > `kv_balance`, both off at 1. margin = min(abs, max(4, 2 * sqrt(mean R))): the
+    random variation of a mean, so that small pools spill too. The expected wait in seconds is
+    queued(e) / 2,000 + 0.15 * K / (1 - K). queued(e) is the uncached tokens that were sent to e and
+    are not prefilled, or 1,024 for each request that waits there; it is 1,024 / 2,000 for each in
+    flight if K is unknown. smg routes by the wait alone as `least_load`.
 
-    Differs: tokens are this picker's own count, where smg has reports every 10 s; which 8 of more
-    holders is the list's order; scores are not sampled; ties take turns. smg's veto of overloaded
-    workers, which refuses requests when there are no others, is a limit on admission and not part
-    of this.
+    Differs: tokens are this picker's own count, where smg has reports every 10 s; the list's order
+    selects 8 of more endpoints; scores are not sampled; equal endpoints alternate. smg's veto of
+    overloaded workers, which refuses requests if there are no others, is an admission limit and not
+    part of this.
     """
 
     type_name: ClassVar[str] = "smg-cache-aware-4-scorer"
@@ -145,7 +152,7 @@ class CacheAware4(Parameters, frozen=True):
 
 
 def kv_pressure(candidates: Candidates, *, overload: float, balance: float) -> bool:
-    """Whether some known K > `overload`, or the known K are more than `balance` apart."""
+    """Return True if a known K > `overload`, or the known K are more than `balance` apart."""
     usage = candidates.kv_cache_usage
     known = usage[np.isfinite(usage)]
     if not len(known):
@@ -157,9 +164,10 @@ def kv_pressure(candidates: Candidates, *, overload: float, balance: float) -> b
 def best_holders(
     tree: Affinity, candidates: Candidates, cache_threshold: float, overlap_decay: float
 ) -> Bools:
-    """bool[n]: who holds the deepest known block and is least behind; nobody on a miss.
+    """Return bool[n]: endpoints that have the deepest known block and are least behind; none on a
+    miss.
 
-    Where holders are known but none is a candidate: the first in the list.
+    The first in the list is taken if endpoints are known but none is a candidate.
     """
     n = len(candidates)
     if not _share(tree) > cache_threshold:
@@ -176,7 +184,7 @@ def best_holders(
 
 
 def overfull(inflight: Ints, *, balance_abs: float, balance_rel: float) -> Bools:
-    """bool[n]: R > `balance_rel` * mean R and R > mean R + `balance_abs`; both strictly."""
+    """Return bool[n]: R > `balance_rel` * mean R and R > mean R + `balance_abs`; both strictly."""
     mean = float(inflight.mean())
     full: Bools = (inflight > balance_rel * mean) & (inflight > mean + balance_abs)
     return full
@@ -185,7 +193,9 @@ def overfull(inflight: Ints, *, balance_abs: float, balance_rel: float) -> Bools
 def shortest_wait(
     candidates: Candidates, holders: Bools, *, balance_abs: float, balance_rel: float
 ) -> Floats:
-    """float64[n]: 1 for the shortest expected wait of those whom generation 4 leaves, else 0."""
+    """Return float64[n]: 1 for the shortest expected wait of those that generation 4 leaves, else
+    0.
+    """
     inflight = candidates.inflight_requests
     swing = max(_SWING_MIN, _SWING_DEVIATIONS * math.sqrt(float(inflight.mean())))
     full = overfull(inflight, balance_abs=min(balance_abs, swing), balance_rel=balance_rel)
@@ -194,12 +204,12 @@ def shortest_wait(
         among = holders & ~full
         if not among.any():
             among = ~full
-    # By its definition not everybody is above the mean, so that somebody is left.
+    # Not all endpoints are above the mean by definition, so one is left.
     return only(least_of(expected_wait_s(candidates), among))
 
 
 def expected_wait_s(candidates: Candidates) -> Floats:
-    """float64[n], finite: seconds; or requests in flight, where no KV usage is known at all."""
+    """Return float64[n], finite: seconds, or requests in flight if no KV usage is known at all."""
     inflight = candidates.inflight_requests.astype(np.float64)
     usage = candidates.kv_cache_usage
     reported = np.isfinite(usage)
@@ -221,13 +231,13 @@ _TREE: Final = producer(RadixTreeSettings.type_name, blockSizeTokens=16)
 STRATEGIES: Final = (
     Strategy(
         name="smg-cache-aware-1",
-        idea="SGLang router 0.3.2: who was first sent the prefix; the first of the least loaded.",
+        idea="SGLang router 0.3.2: the endpoint first sent the prefix; the first of the least loaded.",
         omissions="characters, here blocks of 16 tokens; its formula knows no adapters",
         config=config_of(_TREE, step(CacheAware1.type_name)),
     ),
     Strategy(
         name="smg-cache-aware-4",
-        idea="smg 1.13.0: the holder with the shortest expected wait that is not too full.",
+        idea="smg 1.13.0: the endpoint with the prefix, the shortest expected wait and not too full.",
         omissions=(
             "tokens reported each 10 s: here this picker's own count; its veto of overloaded "
             "workers; its formula knows no adapters, its keys do"

@@ -1,4 +1,4 @@
-"""What each user had lately, in tokens: the ledger of AIBrix's fairness."""
+"""Recent tokens of each user: the ledger of AIBrix's fairness."""
 
 from collections import OrderedDict, deque
 from typing import Annotated, Any, ClassVar, Final
@@ -20,37 +20,37 @@ TOKENS: Final = "tokens"
 """Column, the same for all: weighted tokens of this request's user."""
 TOKENS_MIN: Final = "tokens_min"
 TOKENS_MAX: Final = "tokens_max"
-"""Columns, the same for all: the least and the most that any user has."""
+"""Columns, the same for all: the least and the most tokens of any user."""
 
 _BUCKET_S: Final = 5
 
 
 class UserTokensSettings(Parameters, frozen=True):
-    """Tokens in, and twice those out that are estimated to follow."""
+    """Tokens in, and twice the estimated tokens out."""
 
     type_name: ClassVar[str] = "user-tokens-producer"
     abilities: ClassVar[Abilities] = Abilities(names_sessions=True)
 
     header_name: Annotated[str, Meta(min_length=1)] = "user"
-    """Request header with the user; where it is not sent the session stands for one."""
+    """Request header with the user; the session replaces a missing one."""
     window_s: Annotated[int, Meta(ge=_BUCKET_S, le=86_400)] = 300
     input_weight: Annotated[float, Meta(ge=0)] = 1.0
     output_weight: Annotated[float, Meta(ge=0)] = 2.0
     output_per_input: Annotated[float, Meta(ge=0)] = 1.5
     """Tokens of an answer for each of the prompt."""
     users_max: Annotated[int, Meta(ge=1)] = 10_000
-    """Above it the user that was silent for longest is forgotten."""
+    """Maximum number of users; the one that was silent for longest is forgotten above it."""
 
     def session_in(self, request: InferenceRequest, /) -> str:
-        """The user of `request`; "" if it names none."""
+        """Return the user of `request`; "" if it names none."""
         return request.headers.get(self.header_name.lower(), "") or request.session_id
 
     def open(self) -> AffinityIndex:
-        """A new, empty index."""
+        """Return a new, empty index."""
         return UserTokens(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply everything to a running index; what was counted stays as it was."""
+        """Apply everything to a running index; counted tokens stay as they were."""
         return isinstance(index, UserTokens) and index.configure(self)
 
 
@@ -61,9 +61,10 @@ class _User(Struct, eq=False):
 
 
 class UserTokens:
-    """`matched` is 0 for all, of 1 if the request has a user: tokens are no endpoint's.
+    """An index whose `matched` is 0 for all, of 1 if the request has a user: tokens belong to no
+    endpoint.
 
-    What grew too old goes about once a second, and so does a least or most that is none any more.
+    Old entries are dropped about once a second, and the least and most are updated then.
     """
 
     def __init__(self, settings: UserTokensSettings) -> None:
@@ -73,7 +74,7 @@ class UserTokens:
         self.configure(settings)
 
     def configure(self, settings: UserTokensSettings) -> bool:
-        """Adopt `settings`; what is too much for them goes at once."""
+        """Adopt `settings`; excess entries are dropped at once."""
         self._settings = settings
         self._fit()
         self._find_extremes()
@@ -83,7 +84,7 @@ class UserTokens:
         return len(self._users)
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """What the user of `request` had, and what others had."""
+        """Return the tokens of the request's user, and those of others."""
         name = self._name_of(request)
         user = self._users.get(name)
         told = {
@@ -95,7 +96,7 @@ class UserTokens:
         return Affinity(np.zeros(slots, dtype=np.int64), 1 if name else 0, columns)
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
-        """The user had this request too, wherever it went."""
+        """Count the request for its user, wherever it went."""
         name = self._name_of(request)
         if not name:
             return None
@@ -118,7 +119,7 @@ class UserTokens:
         return user, bucket, tokens
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """The user did not have it; where another endpoint serves it, `record` tells so again."""
+        """Undo the count; `record` counts it again if another endpoint serves it."""
         if recorded is None:
             return
         user, bucket, tokens = recorded
@@ -127,10 +128,10 @@ class UserTokens:
             user.tokens -= tokens
 
     def forget(self, slot: int) -> None:
-        """Users are no endpoint's."""
+        """Do nothing, because users belong to no endpoint."""
 
     def expire(self, now: Seconds) -> None:
-        """Let go of what is older than the window, and of users who have nothing left."""
+        """Drop entries that are older than the window, and users without any."""
         oldest = now - self._settings.window_s
         for name, user in tuple(self._users.items()):
             while user.buckets and user.buckets[0][0] <= oldest:
@@ -140,10 +141,10 @@ class UserTokens:
         self._find_extremes()
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
-        """The size of an engine's cache does not matter here."""
+        """Do nothing, because the size of an engine's cache does not matter here."""
 
     def _name_of(self, request: InferenceRequest) -> bytes:
-        """16 bytes; b"": it has no user."""
+        """Return 16 bytes; b"" if the request has no user."""
         user = self._settings.session_in(request)
         return xxhash.xxh3_128_digest(user.encode("utf-8", "surrogatepass")) if user else b""
 

@@ -68,10 +68,12 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(("all", *NAMES)))
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
-    parser.add_argument("--quick", action="store_true", help="the report in two short rounds")
-    parser.add_argument("--rounds", type=int, metavar="N", help="of the report, 5")
+    parser.add_argument("--quick", action="store_true", help="play the report in two short rounds")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of the report (default 5)")
     parser.add_argument("--only", metavar="NAMES", help="workloads: " + ",".join(WORKLOADS))
-    parser.add_argument("--out", type=Path, default=FOLDER, metavar="DIR", help="of the report")
+    parser.add_argument(
+        "--out", type=Path, default=FOLDER, metavar="DIR", help="folder of the report"
+    )
     options = parser.parse_args(arguments)
     names = NAMES if options.names == ["all"] else options.names
     unknown = sorted(set(names) - set(NAMES))
@@ -81,7 +83,9 @@ def main(arguments: list[str]) -> int:
         return _print_rows(names, options.json)
     only = tuple(options.only.split(",")) if options.only else WORKLOADS
     if set(only) - set(WORKLOADS) or (options.rounds is not None and options.rounds < 1):
-        parser.error(f"expected of --only some of {','.join(WORKLOADS)}, of --rounds 1 or more")
+        parser.error(
+            f"--only must name some of {','.join(WORKLOADS)}, and --rounds must be 1 or more"
+        )
     plan = Plan(
         rounds=options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS_MIN),
         duration_share=QUICK_SHARE if options.quick else 1.0,

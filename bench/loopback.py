@@ -151,7 +151,7 @@ async def _measure(server: Connection) -> list[tuple[str, str]]:
             best_s = min(best_s, time.monotonic() - started_s)
             best_cpu_s = min(best_cpu_s, cpu_s() - before_s)
         what = f"grpcio loopback, 8 KB chat over 100 endpoints, {pattern}: "
-        rows.append((what + "CPU a request", f"{best_cpu_s / ROUND_REQUESTS * 1e6:.0f} µs"))
+        rows.append((what + "CPU per request", f"{best_cpu_s / ROUND_REQUESTS * 1e6:.0f} µs"))
         rows.append((what + "requests/s", f"{ROUND_REQUESTS / best_s:,.0f}"))
     await client.close()
     return rows

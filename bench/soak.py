@@ -320,10 +320,14 @@ def main(arguments: Sequence[str]) -> int:
     """Soak and print the results."""
     parser = argparse.ArgumentParser(prog="python -m bench.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, help="default: 10, with --peers 60")
-    parser.add_argument("--peers", action="store_true", help="three pickers, killed and frozen")
-    parser.add_argument("--seed", type=int, default=1, help="of what goes wrong when, with --peers")
     parser.add_argument(
-        "--json", type=Path, help="file for the numbers of --peers; default: stdout"
+        "--peers", action="store_true", help="soak three pickers that are killed and frozen"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, help="seed of the faults, with --peers (default 1)"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="file for the numbers of --peers (default stdout)"
     )
     parser.add_argument("--rate-per-s", type=float, default=100.0)
     parser.add_argument("--transport", choices=list(Transport), default=ServeFlags().transport)

@@ -64,8 +64,8 @@ _ESTABLISHED: Final = "01"
 _ABORT: Final = "Assertion failed"
 _COUNTED: Final = {
     "homing_peer_frames_lost_total": "frames missed",
-    "homing_peer_frames_asked_again_total": "frames asked for again",
-    "homing_peer_frames_recovered_total": "frames that then came",
+    "homing_peer_frames_asked_again_total": "frames requested again",
+    "homing_peer_frames_recovered_total": "frames that then arrived",
     "homing_peer_records_total": "records learnt",
     "homing_peer_claims_cut_total": "claims cut",
 }
@@ -244,7 +244,7 @@ class PeerSoak:
         kinds: dict[str, Callable[[], Awaitable[None]]] = {
             "picker killed": self._kill_picker,
             "picker stopped": self._stop_picker,
-            "picker stopped, a peer of it killed": self._stop_and_kill,
+            "picker stopped, its peer killed": self._stop_and_kill,
             "pod killed": self._kill_pod,
             "pod stopped": self._stop_pod,
             "flooded by a replica": self._flood,

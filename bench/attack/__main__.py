@@ -208,11 +208,13 @@ def main(arguments: Sequence[str]) -> int:
     """Print a table for each way in, and return 1 if an innocent request was lost."""
     parser = argparse.ArgumentParser(prog="python -m bench.attack", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ATTACKS))
-    parser.add_argument("--seconds", type=float, default=6.0, help="how long each attack lasts")
+    parser.add_argument(
+        "--seconds", type=float, default=6.0, help="duration of each attack in seconds (default 6)"
+    )
     parser.add_argument("--transport", choices=list(Transport), default=ServeFlags().transport)
     ways = parser.add_mutually_exclusive_group()
-    ways.add_argument("--alone", action="store_true", help="not behind Envoy")
-    ways.add_argument("--envoy", action="store_true", help="behind Envoy only")
+    ways.add_argument("--alone", action="store_true", help="attack the picker directly only")
+    ways.add_argument("--envoy", action="store_true", help="attack behind Envoy only")
     options = parser.parse_args(arguments)
     unknown = sorted(set(options.names) - set(ATTACKS))
     if unknown:

@@ -200,15 +200,21 @@ def main(arguments: Sequence[str]) -> int:
     """Print the table, and write it if requested."""
     parser = argparse.ArgumentParser(prog="python -m bench.chaos", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CASES))
-    parser.add_argument("--seconds", type=float, default=15.0, help="how long each fault lasts")
+    parser.add_argument(
+        "--seconds", type=float, default=15.0, help="duration of each fault in seconds (default 15)"
+    )
     parser.add_argument("--rate-per-s", type=float, default=Traffic().rate_per_s)
     parser.add_argument(
-        "--light", action="store_true", help="short prompts and answers, for a hundred a second"
+        "--light",
+        action="store_true",
+        help="use short prompts and answers, for a hundred requests a second",
     )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--write", type=Path, metavar="FILE", help="a page with the marks")
     parser.add_argument(
-        "--bare-gateway", action="store_true", help="without what helps against lost pickers"
+        "--write", type=Path, metavar="FILE", help="page with the marks to write the table to"
+    )
+    parser.add_argument(
+        "--bare-gateway", action="store_true", help="use Envoy's defaults about lost pickers"
     )
     options = parser.parse_args(arguments)
     unknown = sorted(set(options.names) - set(CASES))

@@ -168,7 +168,7 @@ class _Rows:
         if load.floors:
             self._add(
                 load.title,
-                "CPU a request, in units of G",
+                "CPU per request, in units of G",
                 lambda each: self._against(name, homing(each), GO),
                 load.against_g_max,
                 played,
@@ -197,7 +197,7 @@ class _Rows:
             return
         self._add(
             workloads.REQUEST.title,
-            "CPU a request, lean in units of grpcio",
+            "CPU per request, lean in units of grpcio",
             lambda each: self._against(name, homing(each), homing("grpcio")),
             workloads.LEAN_AGAINST_GRPCIO_MAX,
             played,
@@ -213,7 +213,7 @@ class _Rows:
         few, many = workloads.ENDPOINTS
         self._add(
             f"8 KB, {many:,} endpoints against {few}",
-            f"CPU a request, in units of that at {few}",
+            f"CPU per request, in units of that at {few}",
             lambda each: self._against(
                 "endpoints",
                 homing(each, f"{many:,} endpoints"),
@@ -231,7 +231,7 @@ class _Rows:
                 if played and name != NOTHING:
                     self._add(
                         f"{load.title}: {name or 'as installed'}",
-                        f"CPU a request, in units of that with {NOTHING}",
+                        f"CPU per request, in units of that with {NOTHING}",
                         lambda each, name=name, load=load: self._against(
                             load.name,
                             homing(each, name),
@@ -257,7 +257,7 @@ class _Rows:
 
 
 _FAILED: Final = "requests failed, in the worst round"
-_TAIL: Final = "p99 in units of p50, or p50 in units of that of a request alone if that is greater"
+_TAIL: Final = "p99 in units of p50, or p50 in units of a lone request's p50 if that is greater"
 
 
 def _worst(samples: Sequence[Sample]) -> Figure | None:
@@ -290,9 +290,9 @@ def _reason(
             parts.append(f"the floor of {transport} alone is {floor.median:.3g}")
         else:
             parts.append(
-                f"{transport} that does nothing takes {floor.median:.3g}, "
-                f"the other {seen.median - floor.median:.3g} is the picker's own work"
+                f"the server on {transport} that does nothing takes {floor.median:.3g}, "
+                f"the remaining {seen.median - floor.median:.3g} is the picker's own work"
             )
     if crosses(seen, aim_max):
-        parts.append("rounds disagree")
+        parts.append("single rounds disagree with the median")
     return "; ".join(parts)

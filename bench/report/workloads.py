@@ -67,7 +67,7 @@ LOADS: Final = (
     Workload(name="450kb", title="450 KB", shape=Shape(body_bytes=450_000), against_g_max=0.3),
     Workload(
         name="450kb-new",
-        title="450 KB, nothing of it ever seen",
+        title="450 KB, never seen",
         shape=Shape(body_bytes=450_000, shares=False),
     ),
     LARGE,

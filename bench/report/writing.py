@@ -29,13 +29,12 @@ NONE: Final = "-"
 
 
 _INTRODUCTION: Final = """\
-Medians of rounds, in brackets the least and the greatest. G is the CPU of a Go gRPC server that
-decodes the JSON of each body and does nothing else, with the same messages, in the same rounds.
-Ratios may be compared between machines, times may not. `bench/README.md` tells how each number is
-made."""
+Figures are medians of rounds, with the least and the greatest round in brackets. G is the CPU of a Go
+gRPC server that decodes the JSON of each body and does nothing else, with the same messages, in the same
+rounds. Ratios may be compared between machines, times may not. `bench/README.md` explains each number."""
 _ABOUT_GENERATOR: Final = """\
-Its CPU a request, the most of its core that it used in a round, and how late it began requests that
-were due."""
+The table shows its CPU per request, the maximum share of its core in a round, and the delay of requests
+that were due."""
 
 
 def to_json(reported: Reported, machine: Mapping[str, object]) -> bytes:
@@ -63,11 +62,11 @@ def to_markdown(reported: Reported, machine: Mapping[str, object]) -> str:
         _noise(reported),
         "## Aims",
         _aims(reported),
-        f"A soak of two hours is no part of this run: `{workloads.SOAK}`.",
-        f"![CPU a request in units of G]({PLOT})",
-        "## CPU of the server, µs a request",
+        f"This run does not include a soak of two hours: `{workloads.SOAK}`.",
+        f"![CPU per request in units of G]({PLOT})",
+        "## CPU of the server, µs per request",
         _cpu(results.samples),
-        "## Pick, from when a request was due, ms",
+        "## Time of a decision, from when a request was due, ms",
         _latency(results.samples),
         "## The generator",
         _ABOUT_GENERATOR,
@@ -83,16 +82,16 @@ def _noise(reported: Reported) -> str:
     others = [each.others_cores for each in noise]
     stolen = [each.stolen_cores for each in noise]
     told = (
-        f"Beside this run others used {quantile(others, 0.5):.2f} cores (median of "
+        f"Other programs used {quantile(others, 0.5):.2f} cores during this run (median of "
         f"{len(noise)} measurements; at most {max(others, default=0.0):.2f}), and "
         f"{quantile(stolen, 0.5):.2f} were stolen (at most {max(stolen, default=0.0):.2f})."
     )
     if not is_busy(noise) and not reported.was_busy:
         return told
     return (
-        f"{told} **The machine was busy**: where more than {DISTURBED_SHARE_MAX:.0%} of the rounds "
-        f"saw others use more than {OTHERS_CORES_MAX:g} cores, or {STOLEN_CORES_MAX:g} stolen, "
-        "there is no verdict."
+        f"{told} **The machine was busy**: there is no verdict if other programs used more than "
+        f"{OTHERS_CORES_MAX:g} cores, or {STOLEN_CORES_MAX:g} were stolen, in more than "
+        f"{DISTURBED_SHARE_MAX:.0%} of the rounds."
     )
 
 
@@ -104,7 +103,7 @@ def _aims(reported: Reported) -> str:
         "floor of the transport",
         "aim",
         "verdict",
-        "why",
+        "reason",
     ]
     return _table(
         head,
@@ -155,7 +154,7 @@ def _latency(samples: Sequence[Sample]) -> str:
                         _told(figure([each.late_p99_ms for each in its])),
                     ]
                 )
-    head = ["workload", "server", "p50", "p99", "failed", "generator late, p99"]
+    head = ["workload", "server", "p50", "p99", "failed", "generator delay, p99"]
     return _table(head, rows) if rows else ""
 
 
@@ -178,7 +177,7 @@ def _generator(samples: Sequence[Sample]) -> str:
                     f"{max(each.late_p99_ms for each in its):.2f} ms",
                 ]
             )
-    return _table(["workload", "CPU", "of its core", "late, p99"], rows) if rows else ""
+    return _table(["workload", "CPU", "share of its core", "delay, p99"], rows) if rows else ""
 
 
 def _by_contestant(samples: Sequence[Sample], value: Any, loads: Sequence[Any]) -> str:
@@ -259,7 +258,7 @@ def to_svg(reported: Reported) -> str:
             f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP - 8}" y2="{y:.1f}" stroke="#d5dae0"/>'
         )
         grid.append(_text(at, y + 14, x.label(mark), "middle"))
-    title = "CPU of the server a request, in units of G; the upright line is the aim"
+    title = "CPU of the server per request, in units of G; the vertical line is the aim"
     legend = _legend(colours)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y + 24:.0f}" role="img" '

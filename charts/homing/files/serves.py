@@ -1,4 +1,4 @@
-"""A health check and one request that reaches no model server: HOST:PORT tls|plaintext."""
+"""Check health and send one request that reaches no model server: HOST:PORT tls|plaintext."""
 
 import ssl
 import sys
@@ -12,13 +12,13 @@ from epp.shell.gateway.ext_proc_messages import ProcessingRequest, ProcessingRes
 
 TIMEOUT_S = 10
 SERVICE = "readiness"
-"""A standby is asked too: it says that it is able, and answers."""
+"""Health name that a standby serves too, because it can answer."""
 METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 HEADERS = {":method": "GET", ":path": "/v1/models", ":authority": "helm-test"}
 
 
 def connect(address: str, security: str) -> grpc.Channel:
-    """As gateways do: take the certificate that is shown, whoever signed it."""
+    """Connect as gateways do, accepting any certificate."""
     if security == "plaintext":
         return grpc.insecure_channel(address)
     host, _, port = address.rpartition(":")

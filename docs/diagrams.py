@@ -177,7 +177,7 @@ def lines() -> str:
 
 
 def _wait_s(cost_s: float, weight: float) -> float:
-    """How long a wait costs `cost_s` if nothing else does: f of f + weight f^2 / (f + `HALF_WEIGHT_S`)."""
+    """Return the wait f in seconds that alone costs `cost_s` = f + weight f^2 / (f + `HALF_WEIGHT_S`)."""
     over = cost_s - HALF_WEIGHT_S
     root = math.sqrt(over * over + 4 * (1 + weight) * cost_s * HALF_WEIGHT_S)
     return (over + root) / (2 * (1 + weight))

@@ -16,7 +16,7 @@ from sim.measurement.summaries import (
     StrategySummary,
     as_json,
 )
-from sim.reports.leaderboard_report import Part
+from sim.reports.leaderboard_report import Part, ranking_parts
 from tests.sim.experiments.leaderboard.test_standings import e2e
 from tests.sim.made import filled
 
@@ -104,7 +104,7 @@ def test_the_readme_shows_the_ranking_without_adapters(summary, results, tmp_pat
     """The best five, and whom a reader looks for, wherever they stand."""
     main([written(tmp_path / "board", summary)])
     part = refreshed("<!-- begin board-short -->\n<!-- end board-short -->\n")
-    assert "All in all, without LoRA: times the best." in part
+    assert f'The table is "{ranking_parts(summary)[0].title}".' in part
     rows = [line.split(" | ")[0].strip("| ") for line in part.splitlines() if line[:1] == "|"]
     assert rows[2:] == ["homing", "rival-0", "rival-1", "rival-2", "rival-3", "round-robin-live"]
 

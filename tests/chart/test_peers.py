@@ -177,7 +177,7 @@ def test_two_ways_of_sharing_are_one_too_many(any_helm):
     message = refusal(
         any_helm, *BASE, "--set", "replicas=2,peers.url=valkey://a,peers.urlSecretName=b"
     )
-    assert "peers.url and peers.urlSecretName are both given: expected one of them" in message
+    assert "peers.url and peers.urlSecretName are both set, expected one of them" in message
 
 
 # The Secret that is made.

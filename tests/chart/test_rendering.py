@@ -243,18 +243,18 @@ def test_the_lease_goes_with_the_release(helm_4):
             "existing-pool",
             [
                 PATCH,
-                "serves open streams to the end, and goes as soon as nothing is open",
+                "serves open streams to the end, and exits as soon as nothing is open",
                 "within about 2 seconds",
                 "up to 90 seconds",
             ],
         ),
-        ("no-config-map-watch", ["up to 90 seconds", "it would be 2 seconds"]),
+        ("no-config-map-watch", ["up to 90 seconds", "shortens this to 2 seconds"]),
         ("created-pool", ["WARNING: pool.failureMode is FailClose and there is one replica"]),
         (
             "standalone",
             [
                 "port-forward -n models service/inference-homing-envoy 8081:8081",
-                "serves what its Envoy has open to the end",
+                "serves the open requests of its Envoy to the end",
             ],
         ),
         (
@@ -262,22 +262,22 @@ def test_the_lease_goes_with_the_release(helm_4):
             [
                 "kubectl get secret -n models debug-pages -o 'go-template={{index .data ",
                 '-H "Authorization: Bearer $HOMING_DEBUG_TOKEN" http://127.0.0.1:9090/debug/config',
-                "epp top and epp explain take the token from HOMING_DEBUG_TOKEN too",
+                "epp top and epp explain also read the token from HOMING_DEBUG_TOKEN",
             ],
         ),
         (
             "two-replicas",
             [
-                "The 2 replicas tell each other which pod holds which prefix, where sessions went",
-                "All of them serve.",
+                "The 2 replicas share which pod caches which prefix, where sessions went",
+                "All of them serve requests.",
                 "They do not share metrics, debug pages, the keys of session tokens",
                 "http://127.0.0.1:9090/metrics | grep homing_peer",
             ],
         ),
-        ("autoscaled", ["All replicas tell each other which pod", "All of them serve."]),
+        ("autoscaled", ["All replicas share which pod", "All of them serve requests."]),
         ("warm-standby", ["All replicas are ready and one leads, the holder of the Lease"]),
-        ("headless", ["after 300 s at the latest", "All of them serve."]),
-        ("valkey", ["The 12 replicas tell each other, through Valkey, which pod"]),
+        ("headless", ["after 300 s at the latest", "All of them serve requests."]),
+        ("valkey", ["The 12 replicas share, through Valkey, which pod"]),
         (
             "leader-election",
             ["WARNING: peers.enabled is false", "the leader's successor starts cold"],
@@ -291,7 +291,7 @@ def test_notes_say_what_to_type_next(any_helm, tmp_path, name, sentences):
 
 
 def test_notes_warn_of_a_pod_that_is_killed_before_its_drain_is_over(helm_4, tmp_path):
-    told = "the kubelet kills the picker before its drain is over"
+    told = "the kubelet kills the picker before its drain ends"
     assert told not in notes_of(helm_4, tmp_path / "as-is", "existing-pool")
     shorter = ("--set", "terminationGracePeriodSeconds=60")
     assert told in notes_of(helm_4, tmp_path / "changed", "existing-pool", *shorter)
@@ -330,9 +330,17 @@ def test_notes_ask_a_picker_from_inside(helm_4, tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "more", "sentence"),
     [
-        ("two-replicas", ("peers.secretName=",), "each rendering would make another"),
-        ("two-replicas", ("peers.enabled=false",), "each knows only what it decided itself"),
-        ("valkey", ("networkPolicy.extraEgress=null",), "no replica reaches it, and each is alone"),
+        (
+            "two-replicas",
+            ("peers.secretName=",),
+            "Each rendering without a cluster would create another one; name a Secret of yours in peers",
+        ),
+        ("two-replicas", ("peers.enabled=false",), "each knows only its own decisions"),
+        (
+            "valkey",
+            ("networkPolicy.extraEgress=null",),
+            "no replica reaches it, and each works alone",
+        ),
     ],
 )
 def test_notes_warn_of_replicas_that_would_be_alone(any_helm, tmp_path, name, more, sentence):
@@ -343,7 +351,7 @@ def test_notes_warn_of_replicas_that_would_be_alone(any_helm, tmp_path, name, mo
 
 @pytest.mark.parametrize("name", ["existing-pool", "standalone", "guarded"])
 def test_notes_of_one_replica_say_nothing_of_several(helm_4, tmp_path, name):
-    assert "replicas tell each other" not in notes_of(helm_4, tmp_path, name)
+    assert "replicas share" not in notes_of(helm_4, tmp_path, name)
 
 
 @pytest.mark.parametrize(
@@ -360,7 +368,7 @@ def test_notes_warn_of_replicas_that_do_not_read_each_others_session_tokens(
 ):
     """With a configuration that gives tokens and without a Secret."""
     text = notes_of(helm_4, tmp_path, "session-tokens", *more)
-    assert ("no replica reads the session tokens of another" in text) is warned
+    assert ("no replica can read the session tokens of another" in text) is warned
 
 
 def test_the_session_token_keys_are_read_where_they_are_mounted(helm_4):

@@ -100,26 +100,26 @@ def test_nine_ports_are_too_many(any_helm):
         (("--set", "pool.name=vllm"), "image.repository is not set: name the image"),
         (("--set", "image.repository=r"), "there is nothing to serve: set pool.name"),
         ((*BASE, "--set", "pool.create=true"), "pool.create is true: name the labels"),
-        ((*BASE, "--set", "pool.matchLabels.app=x"), "pool.matchLabels is given, but pool.name"),
+        ((*BASE, "--set", "pool.matchLabels.app=x"), "pool.matchLabels is set, but pool.name"),
         (
             (*BASE, "--set", "autoscaling.enabled=true,leaderElection.enabled=true"),
             "only the leader serves",
         ),
         (
             (*BASE, "--set", "tls.enabled=false,tls.clientCASecretName=a"),
-            "tls.clientCASecretName is given and tls.enabled is false",
+            "tls.clientCASecretName is set and tls.enabled is false",
         ),
         (
             (*BASE, "--set", "standalone.enabled=true,tls.clientCASecretName=a"),
-            "the picker asks Envoy for a certificate, or it does not",
+            "the picker either requires a certificate of Envoy or not",
         ),
         (
             (*BASE, "--set", "pool.name=,pool.matchLabels.a=b,httpRoute.create=true"),
-            "no InferencePool to route to",
+            "the route needs an InferencePool",
         ),
         (
             (*BASE, "--set", "kvEvents.enabled=true", "--set-json", TOLD),
-            "kvEvents.enabled: config has a precise-prefix-cache-producer, expected one of both",
+            "kvEvents.enabled is true and config has a precise-prefix-cache-producer, expected only one of them",
         ),
     ],
 )

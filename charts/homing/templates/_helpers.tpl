@@ -17,17 +17,17 @@
 {{- printf "%s-envoy" (include "homing.fullname" . | trunc 57 | trimSuffix "-") -}}
 {{- end -}}
 
-{{/* Of the Service that leads to each replica by DNS. */}}
+{{/* Name of the Service that leads to each replica by DNS. */}}
 {{- define "homing.headlessName" -}}
 {{- printf "%s-headless" (include "homing.fullname" . | trunc 54 | trimSuffix "-") -}}
 {{- end -}}
 
-{{/* Of the Service that the pool points at. */}}
+{{/* Name of the Service to which the pool points. */}}
 {{- define "homing.pickerService" -}}
 {{- ternary (include "homing.headlessName" .) (include "homing.fullname" .) .Values.service.headless -}}
 {{- end -}}
 
-{{/* What Envoy asks while the picker beside it is away; empty: no other picker can be reached. */}}
+{{/* Address that Envoy uses while the picker beside it is unavailable; empty if no other picker is reachable. */}}
 {{- define "homing.secondPickerAddress" -}}
 {{- if not .Values.bindAddresses.extProc -}}
 {{- printf "%s:%d" (include "homing.headlessName" .) (int .Values.extProcPort) -}}
@@ -80,7 +80,7 @@ labels:
 {{- include "homing.image" (list .Values.image .Chart.AppVersion) -}}
 {{- end -}}
 
-{{/* Name of the InferencePool; empty: there is none, pods are chosen by pool.matchLabels. */}}
+{{/* Name of the InferencePool; empty if there is none and pool.matchLabels selects the pods. */}}
 {{- define "homing.poolName" -}}
 {{- $pool := .Values.pool -}}
 {{- if $pool.create -}}
@@ -90,7 +90,7 @@ labels:
 {{- $pool.name | default .Release.Name -}}
 {{- else if $pool.name -}}
 {{- if $pool.matchLabels -}}
-{{- fail "pool.matchLabels is given, but pool.name names an InferencePool that exists and has its own selector: set pool.create, or remove one of them" -}}
+{{- fail "pool.matchLabels is set, but pool.name names an InferencePool that exists and has its own selector: set pool.create, or remove one of them" -}}
 {{- end -}}
 {{- $pool.name -}}
 {{- else if not $pool.matchLabels -}}
@@ -119,7 +119,7 @@ labels:
 {{- end -}}
 {{- end -}}
 
-{{/* Flags of `epp serve`, one a line. */}}
+{{/* Flags of `epp serve`, one on each line. */}}
 {{- define "homing.arguments" -}}
 {{- $pool := include "homing.poolName" . -}}
 {{- if $pool }}
@@ -219,7 +219,7 @@ labels:
 {{- end }}
 {{- end -}}
 
-{{/* A number as it was written: Helm reads every one as a float. */}}
+{{/* A number as written, because Helm reads every number as a float. */}}
 {{- define "homing.scalar" -}}
 {{- if kindIs "float64" . -}}
 {{- if eq (floor .) . -}}{{ printf "%.0f" . }}{{- else -}}{{ . }}{{- end -}}
@@ -255,7 +255,7 @@ labels:
 {{- if not .Values.leaderElection.enabled -}}{{ include "homing.severalReplicas" . }}{{- end -}}
 {{- end -}}
 
-{{/* Non-empty if replicas tell each other what they know, in either way. */}}
+{{/* Non-empty if replicas share their state, in either way. */}}
 {{- define "homing.peers" -}}
 {{- if eq (toString .Values.peers.enabled) "auto" -}}
 {{- include "homing.severalReplicas" . -}}
@@ -267,7 +267,7 @@ labels:
 {{- if and (include "homing.peers" .) (not .Values.peers.url) (not .Values.peers.urlSecretName) -}}yes{{- end -}}
 {{- end -}}
 
-{{/* Of the headless Service, and of the Secret that is made. */}}
+{{/* Name of the headless Service, and of the created Secret. */}}
 {{- define "homing.peersName" -}}
 {{- printf "%s-peers" (include "homing.fullname" . | trunc 57 | trimSuffix "-") -}}
 {{- end -}}
@@ -299,13 +299,13 @@ labels:
 {{- end }}
 {{- if .Values.tokens.rendererUrl }}
 {{- if or (has "token-producer" $types) (has "tokenizer" $types) }}
-{{- fail "tokens.rendererUrl: config has a token-producer, expected one of both" }}
+{{- fail "tokens.rendererUrl is set and config has a token-producer, expected only one of them" }}
 {{- end }}
 {{- $plugins = append $plugins (dict "type" "token-producer" "parameters" (dict "vllm" (dict "url" .Values.tokens.rendererUrl))) }}
 {{- end }}
 {{- if .Values.kvEvents.enabled }}
 {{- if or (has "precise-prefix-cache-producer" $types) (has "precise-prefix-cache-scorer" $types) }}
-{{- fail "kvEvents.enabled: config has a precise-prefix-cache-producer, expected one of both" }}
+{{- fail "kvEvents.enabled is true and config has a precise-prefix-cache-producer, expected only one of them" }}
 {{- end }}
 {{- $heard := dict }}
 {{- $ports := dict }}

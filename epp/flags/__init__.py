@@ -1,1 +1,1 @@
-"""Every flag of `epp`, a row each, and how command lines are read."""
+"""Define every flag of `epp`, one row per flag, and read command lines."""

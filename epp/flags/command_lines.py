@@ -1,4 +1,4 @@
-"""The command line of each subcommand, and what only several flags together tell."""
+"""Parse the command line of each subcommand and check flags against each other."""
 
 from collections.abc import Mapping, Sequence
 
@@ -20,7 +20,11 @@ from epp.flags.values import PEER_URL, is_peer_url
 
 
 def parse_serve(arguments: Sequence[str], environment: Mapping[str, str]) -> ServeFlags:
-    """Read the command line of `epp serve`. Raises `FlagError`."""
+    """Parse the command line of `epp serve`.
+
+    The environment supplies defaults (`NAMESPACE`, `POD_NAME`, `POD_IP` and the variables of the
+    flags). Raises `FlagError` if a flag is unknown, invalid or in conflict with another flag.
+    """
     foreign = {name: flag.boolean for name, flag in FOREIGN.items()}
     foreign |= dict.fromkeys((*REMOVED, *ZAP), False)
     given, rest = split(arguments, ServeFlags, foreign)
@@ -55,7 +59,9 @@ def parse_serve(arguments: Sequence[str], environment: Mapping[str, str]) -> Ser
         ]
         warnings += [f"--{name} has no effect: --endpoints-file is given" for name in unused]
     if flags.last_good_dir and not (flags.config_file or flags.endpoints_file):
-        warnings.append("--last-good-dir has no effect: no file is given that could be kept")
+        warnings.append(
+            "--last-good-dir has no effect: neither --config-file nor --endpoints-file is given"
+        )
     for needed, there in (("decisions-dir", flags.decisions_dir), ("capture", flags.capture)):
         unread = [name for name in given if rows[name].needs == needed and not there]
         warnings += [f"--{name} has no effect: --{needed} is not given" for name in unread]
@@ -64,30 +70,30 @@ def parse_serve(arguments: Sequence[str], environment: Mapping[str, str]) -> Ser
 
 
 def parse_envoy(arguments: Sequence[str]) -> EnvoyFlags:
-    """Read the command line of `epp envoy-config`. Raises `FlagError`."""
+    """Parse the command line of `epp envoy-config`. Raises `FlagError`."""
     given, rest = split(arguments, EnvoyFlags)
     expect_none(rest)
     return convert(given, EnvoyFlags)
 
 
 def parse_check(arguments: Sequence[str]) -> CheckFlags:
-    """Read the command line of `epp check-config`. Raises `FlagError`."""
+    """Parse the command line of `epp check-config`. Raises `FlagError`."""
     given, rest = split(arguments, CheckFlags)
     if len(rest) > 1:
         raise FlagError(f"unexpected argument {rest[1]!r}, expected one FILE")
     flags = convert(given, CheckFlags, file=rest[0] if rest else "")
     if not flags.file and not flags.explain:
-        raise FlagError("expected FILE, - for standard input, or --explain for the default")
+        raise FlagError("expected FILE (- for standard input), or --explain to print the default")
     if flags.upgrade and (not flags.file or flags.diff or flags.explain or flags.capture):
-        raise FlagError("--upgrade goes with FILE alone: what it prints is a document")
+        raise FlagError("--upgrade needs FILE and no other flag, because it prints a document")
     return flags
 
 
 def parse_explain(arguments: Sequence[str]) -> ExplainFlags:
-    """Read the command line of `epp explain`. Raises `FlagError`."""
+    """Parse the command line of `epp explain`. Raises `FlagError`."""
     given, rest = split(arguments, ExplainFlags)
     if len(rest) != 1 or not rest[0]:
-        raise FlagError("expected one REQUEST_ID, the x-request-id of the response")
+        raise FlagError("expected one REQUEST_ID, the x-request-id header of the response")
     flags = convert(given, ExplainFlags, request_id=rest[0])
     if not flags.url:
         raise FlagError("--url: expected at least one http://host:port")
@@ -95,7 +101,7 @@ def parse_explain(arguments: Sequence[str]) -> ExplainFlags:
 
 
 def parse_top(arguments: Sequence[str]) -> TopFlags:
-    """Read the command line of `epp top`. Raises `FlagError`."""
+    """Parse the command line of `epp top`. Raises `FlagError`."""
     given, rest = split(arguments, TopFlags)
     expect_none(rest)
     flags = convert(given, TopFlags)
@@ -105,27 +111,29 @@ def parse_top(arguments: Sequence[str]) -> TopFlags:
 
 
 def parse_decisions(arguments: Sequence[str]) -> DecisionsFlags:
-    """Read the command line of `epp decisions`. Raises `FlagError`."""
+    """Parse the command line of `epp decisions`. Raises `FlagError`."""
     given, rest = split(arguments, DecisionsFlags)
     expect_none(rest)
     return convert(given, DecisionsFlags)
 
 
 def parse_changes(arguments: Sequence[str]) -> ChangesFlags:
-    """Read the command line of `epp changes`. Raises `FlagError`."""
+    """Parse the command line of `epp changes`. Raises `FlagError`."""
     given, rest = split(arguments, ChangesFlags)
     expect_none(rest)
     return convert(given, ChangesFlags)
 
 
 def _check_serve(flags: ServeFlags) -> None:
-    """What only several flags together tell."""
+    """Raise `FlagError` if flags of `epp serve` contradict each other."""
     if flags.config_file and flags.config_text:
         raise FlagError("--config-file and --config-text are both given, expected one")
     if flags.pool_name and flags.endpoint_selector:
         raise FlagError("--pool-name and --endpoint-selector are both given, expected one")
     if flags.client_ca_file and not flags.secure_serving:
-        raise FlagError("--client-ca-file is given, expected --secure-serving too: it is for TLS")
+        raise FlagError(
+            "--client-ca-file needs --secure-serving, because client certificates are part of TLS"
+        )
     _check_peers(flags)
     if flags.capture_max_bytes < 2 * flags.capture_file_max_bytes:
         raise FlagError(
@@ -135,7 +143,9 @@ def _check_serve(flags: ServeFlags) -> None:
     ports = (flags.grpc_port, flags.grpc_health_port, flags.metrics_port)
     if len(set(ports)) < len(ports):
         names = "--grpc-port, --grpc-health-port and --metrics-port"
-        raise FlagError(f"{names} are {ports[0]}, {ports[1]} and {ports[2]}, expected three")
+        raise FlagError(
+            f"{names} are {ports[0]}, {ports[1]} and {ports[2]}; the three ports must differ"
+        )
     if not flags.endpoints_file:
         _check_discovery(flags)
 
@@ -149,8 +159,8 @@ def _check_peers(flags: ServeFlags) -> None:
     }
     given = [name for name, value in ways.items() if value]
     if len(given) > 1:
-        raise FlagError(f"{' and '.join(given)} are given, expected one of them")
-    # What is wrong with it is not quoted: there may be a password in it.
+        raise FlagError(f"{' and '.join(given)} are given, expected only one of them")
+    # The message does not quote the URL, because it may contain a password.
     if flags.peer_url and not is_peer_url(flags.peer_url):
         raise FlagError(f"--peer-url: expected {PEER_URL}")
     flag = "--peers" if flags.peers else "--peer-service"
@@ -164,25 +174,27 @@ def _check_peers(flags: ServeFlags) -> None:
         ("--metrics-port", flags.metrics_port),
     ):
         if targets and port == flags.peer_port:
-            raise FlagError(f"{name} and --peer-port are both {port}, expected two")
+            raise FlagError(f"{name} and --peer-port are both {port}; they must differ")
 
 
 def _peer_warnings(flags: ServeFlags) -> list[str]:
     if flags.peer_secret_file and not flags.meshes:
         return ["--peer-secret-file has no effect: neither --peers nor --peer-service is given"]
     if flags.meshes and flags.secure_serving and not flags.peer_secret_file:
-        sentence = "replicas speak to each other in plaintext, though gateways are spoken to by TLS"
+        sentence = "replicas connect to each other in plaintext although gateways connect with TLS"
         return [f"{sentence}: give --peer-secret-file"]
     return []
 
 
 def _check_discovery(flags: ServeFlags) -> None:
     if not (flags.pool_name or flags.endpoint_selector):
-        raise FlagError("no endpoints: give --pool-name, --endpoint-selector or --endpoints-file")
+        raise FlagError(
+            "no endpoints are configured: give --pool-name, --endpoint-selector or --endpoints-file"
+        )
     if flags.endpoint_selector and not flags.endpoint_target_ports:
-        raise FlagError("--endpoint-selector is given, expected --endpoint-target-ports too")
+        raise FlagError("--endpoint-selector needs --endpoint-target-ports")
     if flags.config_map and not flags.config_file:
         raise FlagError(
-            "--config-map is given, expected --config-file too: it counts at start and whenever "
-            "the API server is away"
+            "--config-map needs --config-file: the file is used at start and while the API server "
+            "is unreachable"
         )

@@ -1,7 +1,8 @@
-"""Command line -> frozen flags. Go's spelling: one or two dashes, `--flag=value`, `--flag value`.
+"""Parse command lines into frozen structs of flags.
 
-A boolean takes its value after `=` only. Of a flag given twice the last counts. What cannot be
-obeyed is an error; what the reference picker has and Homing does not warns and does nothing.
+The spelling is that of Go: one or two dashes, `--flag=value` or `--flag value`. A boolean takes its
+value only after `=`. If a flag is given twice, the last value counts. A flag that cannot be applied
+is an error. A flag that only the reference picker has causes a warning and has no effect.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +30,7 @@ F = TypeVar("F", bound=Struct)
 
 
 class FlagError(Exception):
-    """A command line that cannot be obeyed: one sentence."""
+    """A command line is invalid. The message is one sentence."""
 
 
 def wants_help(arguments: Iterable[str]) -> bool:
@@ -37,7 +38,7 @@ def wants_help(arguments: Iterable[str]) -> bool:
 
 
 def help_text(usage: str, kind: type[Struct]) -> str:
-    """Every flag with its default and one line, by group."""
+    """Return the help of a command: every flag by group, with one line of text and its default."""
     lines = [f"usage: {usage}"]
     for title, flags in groupby(flags_of(kind).values(), lambda flag: flag.row.group):
         lines += ["", f"{title}:"]
@@ -60,7 +61,11 @@ def _shown(default: Any) -> str:
 def split(
     arguments: Sequence[str], kind: type[Struct], foreign: Mapping[str, bool] | None = None
 ) -> tuple[dict[str, str], list[str]]:
-    """Flags with their values, the last of each; and what is no flag."""
+    """Split `arguments` into flags with their values and the remaining arguments.
+
+    If a flag is repeated, its last value is returned. `foreign` names flags that are accepted
+    although `kind` lacks them; its values say which of them are boolean. Raises `FlagError`.
+    """
     booleans = {name: flag.base is bool for name, flag in flags_of(kind).items()}
     booleans |= foreign or {}
     given: dict[str, str] = {}
@@ -90,7 +95,7 @@ def split(
 
 
 def _boolean(name: str, text: str) -> str:
-    """Go's spellings of a boolean."""
+    """Return "true" or "false" for any of Go's spellings of a boolean. Raises `FlagError`."""
     if text in {"1", "t", "T", "true", "TRUE", "True"}:
         return "true"
     if text in {"0", "f", "F", "false", "FALSE", "False"}:
@@ -99,7 +104,10 @@ def _boolean(name: str, text: str) -> str:
 
 
 def convert(given: Mapping[str, str], kind: type[F], **arguments: str) -> F:
-    """A `kind` of what was given, and of `arguments` that are no flags. Raises `FlagError`."""
+    """Build a `kind` from the flags in `given` and from other fields in `arguments`.
+
+    Raises `FlagError` if a value is invalid.
+    """
     values: dict[str, Any] = {**arguments}
     for name, flag in flags_of(kind).items():
         if name in given:
@@ -108,13 +116,13 @@ def convert(given: Mapping[str, str], kind: type[F], **arguments: str) -> F:
 
 
 def expect_none(rest: Sequence[str]) -> None:
-    """Raises `FlagError` for what is no flag."""
+    """Raise `FlagError` if an argument is left that is not a flag."""
     if rest:
         raise FlagError(f"unexpected argument {rest[0]!r}, expected flags only")
 
 
 def _read(flag: Flag, text: str) -> Any:
-    """The value of `flag`."""
+    """Parse and check the value of `flag`."""
     value: Any = text
     if flag.is_list:
         value = [item.strip() for item in text.split(",") if item.strip()]
@@ -153,7 +161,7 @@ def _check_bounds(flag: Flag, value: Any) -> None:
 
 
 def _bound(number: int, value: Any) -> str:
-    """`number` in the unit of `value`."""
+    """Return `number` with the unit of `value`: hours or seconds for a duration."""
     if not isinstance(value, Duration):
         return str(number)
     return f"{number // 3600}h" if number and number % 3600 == 0 else f"{number}s"

@@ -1,4 +1,4 @@
-"""Flags that the reference picker has and Homing does not."""
+"""Flags of the reference picker that Homing does not have."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -9,11 +9,11 @@ from epp.flags.reading import FlagError
 
 
 class Foreign(Struct, frozen=True):
-    """A flag of the reference picker that does nothing here."""
+    """A flag of the reference picker that is accepted and has no effect."""
 
     sentence: str
     ours: str | None = None
-    """The value that says what we do anyhow; it is no reason to warn."""
+    """Value that describes what Homing does anyway, so that it causes no warning."""
     boolean: bool = False
 
 
@@ -21,20 +21,22 @@ FOREIGN: Final[Mapping[str, Foreign]] = {
     "emit-endpoint-scores": Foreign(
         "scores are in the log of decisions (--v 4)", "false", boolean=True
     ),
-    "refresh-prometheus-metrics-interval": Foreign("our metrics are computed when they are read"),
-    "health-checking": Foreign("gRPC health is always served", "true", boolean=True),
-    "enable-grpc-stream-metrics": Foreign("streams are always counted", "true", boolean=True),
+    "refresh-prometheus-metrics-interval": Foreign("metrics are computed whenever they are read"),
+    "health-checking": Foreign("the gRPC health service is always enabled", "true", boolean=True),
+    "enable-grpc-stream-metrics": Foreign(
+        "metrics of streams are always collected", "true", boolean=True
+    ),
     "metrics-endpoint-auth": Foreign(
-        "our metrics are served without authentication", "false", boolean=True
+        "metrics are served without authentication", "false", boolean=True
     ),
-    "metrics-client-ca-file": Foreign("our metrics are served without TLS", ""),
-    "metrics-cert-dir": Foreign("our metrics are served without TLS", ""),
+    "metrics-client-ca-file": Foreign("metrics are served without TLS", ""),
+    "metrics-cert-dir": Foreign("metrics are served without TLS", ""),
     "enable-pprof": Foreign(
-        "there is no profiler of Go in a Python process", "false", boolean=True
+        "Go's profiler does not exist in a Python process", "false", boolean=True
     ),
-    "tls-min-version": Foreign("gRPC takes TLS 1.2 and newer", ""),
-    "tls-cipher-suites": Foreign("gRPC chooses them", ""),
-    "grpc-max-send-msg-size": Foreign("our messages stay below 64 KiB", ""),
+    "tls-min-version": Foreign("gRPC accepts TLS 1.2 and newer", ""),
+    "tls-cipher-suites": Foreign("gRPC selects the cipher suites", ""),
+    "grpc-max-send-msg-size": Foreign("messages sent by Homing stay below 64 KiB", ""),
     "allow-experimental-plugins": Foreign("every plugin may be used", "true", boolean=True),
     "zap-devel": Foreign("use --log-format console", "false", boolean=True),
     "zap-stacktrace-level": Foreign("an unexpected error is always logged with its traceback"),
@@ -49,7 +51,8 @@ REMOVED: Final = dict.fromkeys(
         "lora-info-metric",
         "cache-info-metric",
     ),
-    "was removed: name metrics in engineConfigs of core-metrics-extractor, in the configuration",
+    "was removed: set the metric's name in engineConfigs of core-metrics-extractor in the "
+    "configuration",
 )
 
 ZAP: Final = ("zap-encoder", "zap-log-level")
@@ -57,7 +60,10 @@ _ZAP_LEVELS: Final = {"debug": 4, "info": 2, "error": 0, "panic": 0}
 
 
 def translate_zap(given: dict[str, str], warnings: list[str]) -> None:
-    """The reference picker's log flags, in terms of ours."""
+    """Replace the reference picker's log flags by `--log-format` and `--v`.
+
+    Flags of Homing that are also given take precedence.
+    """
     encoder, level = given.pop("zap-encoder", ""), given.pop("zap-log-level", "")
     if encoder not in {"", "json", "console"}:
         raise FlagError(f"--zap-encoder: expected json or console, got {encoder!r}")

@@ -1,7 +1,8 @@
-"""What a flag is, said once: a field of a struct, annotated with its `Row`.
+"""Declare a flag once, as a field of a struct that is annotated with a `Row`.
 
-The field has name, type and default, `msgspec.Meta` the bounds of numbers and lists, the row the
-rest. Command lines, help, the pages and the chart's refusals are read from it.
+The field has the name, type and default. `msgspec.Meta` has the bounds of numbers and lists. The
+row has everything else. Command lines, help texts, documentation and the chart's error messages are
+generated from it.
 """
 
 from collections.abc import Mapping
@@ -15,27 +16,28 @@ CHART_SETS: Final = "the chart sets this flag"
 
 
 class Row(Struct, frozen=True):
-    """The rest of what is said of a flag."""
+    """Properties of a flag that its field cannot express."""
 
     group: str
-    """Under which heading help has it."""
+    """Heading of the help text that lists the flag."""
     help: str
     chart: str = ""
-    """The chart's value that sets it, or a sentence; "": it is given among the chart's `flags`."""
+    """Chart value that sets the flag, or a sentence; "" if the flag is given in the chart's
+    `flags`."""
     environment: str = ""
-    """The variable that counts where the flag is not given."""
+    """Environment variable that is read if the flag is not given."""
     least: int | None = None
-    """Of durations in seconds and of bytes, whose types `msgspec` cannot bound."""
+    """Lower bound of a duration (in seconds) or of a byte count, which `msgspec` cannot check."""
     most: int | None = None
     above: int | None = None
     kubernetes: bool = False
-    """Whether it means something in Kubernetes only."""
+    """True if the flag has an effect only in Kubernetes."""
     needs: str = ""
-    """The flag without which it has no effect."""
+    """Name of the flag without which this one has no effect."""
 
     @property
     def refusal_of_chart(self) -> str:
-        """What the chart says to who gives it among `flags`; "" where that is right."""
+        """Error text of the chart if the flag is given in its `flags`; "" if that is allowed."""
         return (
             self.chart
             if self.chart in {"", CHART_SETS} or " " in self.chart
@@ -44,10 +46,10 @@ class Row(Struct, frozen=True):
 
 
 class Flag(Struct, frozen=True):
-    """A row with what its field says."""
+    """A row with the name, type and default of its field."""
 
     name: str
-    """As it is given, without dashes."""
+    """Name on the command line, without dashes."""
     field: str
     type: Any
     default: Any
@@ -55,18 +57,21 @@ class Flag(Struct, frozen=True):
 
     @property
     def base(self) -> Any:
-        """The type without its bounds."""
+        """Type of the value without its bounds."""
         return get_args(self.type)[0] if get_origin(self.type) is Annotated else self.type
 
     @property
     def is_list(self) -> bool:
-        """Whether it takes several values, separated by commas."""
+        """True if the flag takes several values separated by commas."""
         return get_origin(self.base) is tuple
 
 
 @cache
 def flags_of(kind: type[Struct]) -> Mapping[str, Flag]:
-    """The flags of a command by name, in their order; fields without a row are none."""
+    """Return the flags of a command by name, in the order of declaration.
+
+    Fields without a `Row` are skipped.
+    """
     found: dict[str, Flag] = {}
     for field in msgspec.structs.fields(kind):
         told = get_args(field.type) if get_origin(field.type) is Annotated else ()

@@ -1,4 +1,4 @@
-"""The flags of `epp serve`, a row each."""
+"""Flags of `epp serve`, one row per flag."""
 
 from typing import Annotated, Final, Literal
 
@@ -29,19 +29,21 @@ DECISION_RECORDS: Final = "Decision records"
 LOGS_METRICS_AND_TRACES: Final = "Logs, metrics and traces"
 
 _RECEIVE_MARGIN_BYTES: Final = 65_536
-"""Room for headers and metadata beside a body of the greatest size."""
+"""Space for headers and metadata beside a body of the maximum size."""
 _HELD_BODIES_SHARE: Final = 4
 _HELD_BODIES_BYTES_MAX: Final = 512 * 2**20
-"""A quarter of the memory, because a body that is read takes two to three times its length."""
+"""Upper bound of the default for unfinished bodies, which is a quarter of the memory limit.
+
+A quarter is used because decoding a body takes two to three times its length."""
 RECORDS_BYTES_MIN: Final = 65_536
 HISTORY_BYTES_MIN: Final = 2**20
 REFRESH_MIN_S: Final = 0.2
 REFRESH_PER_ENDPOINT_S: Final = 0.000_5
-"""At 1,000 endpoints one scrape every 0.5 ms."""
+"""Minimum scrape interval per endpoint: at 1,000 endpoints one scrape starts every 0.5 ms."""
 
 
 class ServeFlags(Struct, frozen=True, kw_only=True):
-    """What `epp serve` is told, checked. Field `grpc_port` is flag `--grpc-port`, and so on."""
+    """Validated flags of `epp serve`. The field `grpc_port` is the flag `--grpc-port`, and so on."""
 
     grpc_port: Annotated[
         Port, Row(SERVING, "port of ext_proc and of gRPC health", chart="extProcPort")
@@ -50,7 +52,7 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         IpAddress,
         Row(
             SERVING,
-            "IP address that --grpc-port is taken at; :: is all, IPv4 too",
+            "IP address that --grpc-port listens on; :: means all addresses, including IPv4",
             chart="bindAddresses.extProc",
         ),
     ] = IpAddress("::")
@@ -61,37 +63,38 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         IpAddress,
         Row(
             SERVING,
-            "IP address that --grpc-health-port is taken at",
+            "IP address that --grpc-health-port listens on",
             chart="bindAddresses.grpcHealth",
         ),
     ] = IpAddress("::")
     metrics_port: Annotated[
-        Port, Row(SERVING, "port of our own metrics and of the debug pages", chart="metricsPort")
+        Port, Row(SERVING, "port of the picker's metrics and debug pages", chart="metricsPort")
     ] = 9090
     metrics_bind_address: Annotated[
         IpAddress,
-        Row(SERVING, "IP address that --metrics-port is taken at", chart="bindAddresses.metrics"),
+        Row(SERVING, "IP address that --metrics-port listens on", chart="bindAddresses.metrics"),
     ] = IpAddress("::")
     debug_token_file: Annotated[
         str,
         Row(
             SERVING,
-            "file with the bearer token that the debug pages ask for, read again when it changes; "
-            "without: they ask for none",
+            "file with the bearer token that debug pages require, read again when it changes; "
+            "without it they require no token",
             chart="debugToken.secretName",
         ),
     ] = ""
     transport: Annotated[
-        Transport, Row(SERVING, "what carries gRPC: the lean one on libnghttp2, ngh2, or grpcio")
+        Transport, Row(SERVING, "gRPC implementation: ngh2 (faster, based on libnghttp2) or grpcio")
     ] = Transport.NGH2
     secure_serving: Annotated[
-        bool, Row(SERVING, "TLS on --grpc-port; false: plaintext", chart="tls.enabled")
+        bool, Row(SERVING, "use TLS on --grpc-port; false means plaintext", chart="tls.enabled")
     ] = True
     cert_path: Annotated[
         str,
         Row(
             SERVING,
-            "directory with tls.crt and tls.key; without: a self-signed certificate",
+            "directory with tls.crt and tls.key; without it the picker uses a self-signed "
+            "certificate",
             chart="tls.secretName",
         ),
     ] = ""
@@ -107,19 +110,22 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         str,
         Row(
             SERVING,
-            "PEM of who signs gateways' certificates; with it a gateway must show one on --grpc-port",
+            "PEM file with the CA of gateways' certificates; with it gateways must present a "
+            "certificate on --grpc-port",
             chart="tls.clientCASecretName",
         ),
     ] = ""
     concurrent_streams_max: Annotated[
-        int, Meta(ge=1), Row(SERVING, "requests open at once; one more gets 503")
+        int,
+        Meta(ge=1),
+        Row(SERVING, "maximum number of concurrent requests; requests beyond it get 503"),
     ] = 20_000
     connection_age_max: Annotated[
         Duration,
         Row(
             SERVING,
-            "a gateway's connection that is so old, a tenth more or less, gets a GOAWAY; what is "
-            "open on it is served to its end; 0s: at no age",
+            "age at which a gateway's connection gets a GOAWAY, varied by up to 10 %; open "
+            "requests continue to their end; 0s disables it",
             least=0,
         ),
     ] = Duration(1800.0)
@@ -131,21 +137,27 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
     ] = None
 
     endpoints_file: Annotated[
-        str, Row(ENDPOINTS, "YAML or JSON list of endpoints, watched", chart=CHART_SETS)
+        str,
+        Row(
+            ENDPOINTS,
+            "file with a YAML or JSON list of endpoints, read again when it changes",
+            chart=CHART_SETS,
+        ),
     ] = ""
     pool_name: Annotated[
-        str, Row(ENDPOINTS, "InferencePool to serve", chart="pool.name", kubernetes=True)
+        str,
+        Row(ENDPOINTS, "name of the InferencePool to serve", chart="pool.name", kubernetes=True),
     ] = ""
     pool_namespace: Annotated[
         str,
         Row(
             ENDPOINTS,
-            "its namespace (default: $NAMESPACE, else default)",
+            "namespace of the pool (default: $NAMESPACE, else default)",
             chart=CHART_SETS,
             environment="NAMESPACE",
         ),
     ] = ""
-    pool_group: Annotated[str, Row(ENDPOINTS, "its API group", chart=CHART_SETS)] = (
+    pool_group: Annotated[str, Row(ENDPOINTS, "API group of the pool", chart=CHART_SETS)] = (
         "inference.networking.k8s.io"
     )
     endpoint_selector: Annotated[
@@ -162,7 +174,7 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         Meta(max_length=8),
         Row(
             ENDPOINTS,
-            "their ports, 1 to 8, separated by commas",
+            "ports of the selected pods, 1 to 8, separated by commas",
             chart="pool.targetPorts",
             kubernetes=True,
         ),
@@ -171,7 +183,8 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         bool,
         Row(
             ENDPOINTS,
-            "of several replicas let one lead, by a Lease; gateways that ask for health are sent to it",
+            "elect one leading replica through a Lease; gateways that check health use only the "
+            "leader",
             chart="leaderElection.enabled",
             kubernetes=True,
         ),
@@ -180,7 +193,7 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         str,
         Row(
             ENDPOINTS,
-            "the Lease, in the namespace of the pod (default: homing- and the pool)",
+            "name of the Lease in the picker's namespace (default: homing- and the pool)",
             chart="leaderElection.enabled",
             kubernetes=True,
         ),
@@ -190,8 +203,9 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         Meta(ge=1, le=1000),
         Row(
             ENDPOINTS,
-            "pickers that serve these endpoints at once; those that do not hear each other send what "
-            "they know little of where all would send it (`agreement` of prefix-cache-scorer)",
+            "number of pickers that serve these endpoints at the same time; unless they share "
+            "state, each routes prompts that it knows little about to the endpoint all of them "
+            "would choose (`agreement` of prefix-cache-scorer)",
             chart="replicas",
         ),
     ] = 1
@@ -200,18 +214,19 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         str,
         Row(
             SCHEDULING,
-            "EndpointPickerConfig, watched; without: the built-in default",
+            "file with the EndpointPickerConfig, read again when it changes; without it the "
+            "built-in default is used",
             chart="config",
         ),
     ] = ""
     config_text: Annotated[
-        str, Row(SCHEDULING, "the EndpointPickerConfig itself", chart="config")
+        str, Row(SCHEDULING, "text of the EndpointPickerConfig", chart="config")
     ] = ""
     config_map: Annotated[
         str,
         Row(
             SCHEDULING,
-            "ConfigMap that --config-file is mounted from, to be watched by name too",
+            "name of the ConfigMap mounted as --config-file; it is also watched through the API server",
             chart="existingConfigMap",
             kubernetes=True,
         ),
@@ -220,14 +235,14 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         str,
         Row(
             SCHEDULING,
-            "the key in it (default: the file name of --config-file)",
+            "key in the ConfigMap (default: the file name of --config-file)",
             chart="configMapKey",
         ),
     ] = ""
     fallback_endpoints_max: Annotated[
         int,
         Meta(ge=0, le=64),
-        Row(SCHEDULING, "endpoints to name besides the destination, for retries"),
+        Row(SCHEDULING, "number of endpoints named for retries beside the chosen one"),
     ] = 0
     disable_endpoint_subset_filter: Annotated[
         bool, Row(SCHEDULING, "ignore the gateway's subset hint")
@@ -236,37 +251,38 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         str,
         Row(
             SCHEDULING,
-            "keys of session tokens, one a line, watched: the first signs, all are accepted; "
-            "without: a key that ends with the process",
+            "file with keys of session tokens, one per line, read again when it changes; the "
+            "first key signs and all are accepted; without it a random key is used until the "
+            "process ends",
         ),
     ] = ""
     accept_unsigned_session_tokens: Annotated[
         bool,
         Row(
             SCHEDULING,
-            "accept session tokens that name a pod in base64, which any client can write",
+            "accept session tokens that name a pod in base64, which any client can forge",
         ),
     ] = False
     last_good_dir: Annotated[
         str,
         Row(
             SCHEDULING,
-            "directory for copies of --config-file and --endpoints-file as they last came into "
-            "force; a start at which the file is broken uses the copy",
+            "directory for copies of the last valid --config-file and --endpoints-file; a start "
+            "with a broken file uses the copy",
             chart="lastGood.enabled",
         ),
     ] = ""
     seed: Annotated[
-        int | None, Row(SCHEDULING, "of all dice; logged at start (default: drawn)")
+        int | None, Row(SCHEDULING, "seed of all random choices, logged at start (default: random)")
     ] = None
 
     decisions_dir: Annotated[
         str,
         Row(
             KEPT_DECISIONS,
-            "directory for decisions, refusals, how they ended and changes of the configuration, to be "
-            "asked by `epp decisions`, `epp explain --dir` and `epp changes` (docs/operate.md); "
-            "without: they are kept in memory only",
+            "directory for decisions, refusals, their outcomes and configuration changes, read by "
+            "`epp decisions`, `epp explain --dir` and `epp changes` (docs/operate.md); without it "
+            "they are recorded only in memory",
             chart="decisions.enabled",
         ),
     ] = ""
@@ -274,7 +290,7 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         MemoryBytes,
         Row(
             KEPT_DECISIONS,
-            "of all files in the directory; above it the oldest are removed",
+            "maximum size of all files in the directory; the oldest are removed beyond it",
             chart="decisions.maxSize",
             needs="decisions-dir",
             least=HISTORY_BYTES_MIN,
@@ -284,7 +300,7 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         Duration,
         Row(
             KEPT_DECISIONS,
-            "of files in the directory; older ones are removed",
+            "maximum age of files in the directory; older ones are removed",
             chart="decisions.maxAge",
             above=0,
             needs="decisions-dir",
@@ -295,8 +311,8 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         str,
         Row(
             CAPTURE,
-            "directory for what requests ask and where they go, without any text, to be replayed "
-            "by `sim replay` (docs/capture-format.md); without: nothing is captured",
+            "directory for a capture of requests and their routing, without any text, for `sim "
+            "replay` (docs/capture-format.md); without it nothing is captured",
             chart="capture.enabled",
         ),
     ] = ""
@@ -305,7 +321,8 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         Meta(gt=0, le=1),
         Row(
             CAPTURE,
-            "share of the sessions, or of the conversations, that are captured whole",
+            "share of sessions or conversations to capture; each is captured completely or not at "
+            "all",
             chart="capture.share",
             needs="capture",
         ),
@@ -314,23 +331,25 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         str,
         Row(
             CAPTURE,
-            "file with 16 to 64 secret bytes under which names are hashed, read at start: captures "
-            "under one salt can be joined; without: a salt that ends with the process",
+            "file with a salt of 16 to 64 secret bytes for hashing names, read at start; captures "
+            "with the same salt can be joined; without it a random salt is used until the process "
+            "ends",
             chart="capture.saltSecretName",
             needs="capture",
         ),
     ] = ""
     capture_file_max_bytes: Annotated[
-        ByteCount, Row(CAPTURE, "size at which other files are begun", needs="capture")
+        ByteCount, Row(CAPTURE, "size at which new capture files are started", needs="capture")
     ] = ByteCount(64 * 2**20)
     capture_file_max_age: Annotated[
-        Duration, Row(CAPTURE, "age at which other files are begun", above=0, needs="capture")
+        Duration,
+        Row(CAPTURE, "age at which new capture files are started", above=0, needs="capture"),
     ] = Duration(600.0)
     capture_max_bytes: Annotated[
         MemoryBytes,
         Row(
             CAPTURE,
-            "of all files in the directory; above it the oldest are removed",
+            "maximum size of all files in the directory; the oldest are removed beyond it",
             chart="capture.maxSize",
             needs="capture",
         ),
@@ -341,8 +360,8 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         Meta(max_length=64),
         Row(
             REPLICAS,
-            "other replicas to share what is known with, each host:port, separated by commas; "
-            "ourselves among them are left out",
+            "other replicas to share state with, each host:port, separated by commas; the "
+            "picker's own address is ignored",
             chart="the chart sets --peer-service",
         ),
     ] = ()
@@ -350,8 +369,8 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         str,
         Row(
             REPLICAS,
-            "headless Service of the replicas, NAME or NAME:PORT: found by its EndpointSlices in "
-            "$NAMESPACE, with --endpoints-file by DNS",
+            "headless Service of the replicas (NAME or NAME:PORT); it is resolved through "
+            "EndpointSlices in $NAMESPACE, or through DNS with --endpoints-file",
             chart="peers.enabled",
         ),
     ] = ""
@@ -359,14 +378,15 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         Port, Row(REPLICAS, "port that replicas connect to", chart="peers.port")
     ] = 9004
     peer_bind_address: Annotated[
-        IpAddress, Row(REPLICAS, "IP address that --peer-port is taken at")
+        IpAddress, Row(REPLICAS, "IP address that --peer-port listens on")
     ] = IpAddress("::")
     peer_secret_file: Annotated[
         str,
         Row(
             REPLICAS,
-            "file with a secret of at least 32 bytes that all replicas have, read at start: they "
-            "encrypt, and refuse who does not have it; without: plaintext, from known addresses only",
+            "file with a secret of at least 32 bytes that all replicas have, read at start; it "
+            "enables encryption and authentication; without it replicas use plaintext and accept "
+            "only known addresses",
             chart="peers.secretName",
         ),
     ] = ""
@@ -374,8 +394,9 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         str,
         Row(
             REPLICAS,
-            "Valkey or Redis 7 to share through instead, valkey:// or redis://, with TLS valkeys:// "
-            "or rediss://; needs the extra valkey",
+            "URL of a Valkey or Redis 7 server to share state through, instead of direct "
+            "connections: valkey:// or redis://, with TLS valkeys:// or rediss://; needs the "
+            "extra valkey",
             chart="peers.url",
         ),
     ] = ""
@@ -383,18 +404,19 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         str,
         Row(
             REPLICAS,
-            "file with the --peer-url, if there is a password in it",
+            "file with the --peer-url, for a URL that contains a password",
             chart="peers.urlSecretName",
         ),
     ] = ""
     peer_snapshot_timeout: Annotated[
-        Duration, Row(REPLICAS, "longest wait at start for what other replicas know", least=0)
+        Duration, Row(REPLICAS, "longest wait at start for the state of other replicas", least=0)
     ] = Duration(2.0)
     snapshot_dir: Annotated[
         str,
         Row(
             REPLICAS,
-            "directory for a copy of what is known, written every 30s and at the end, read at start",
+            "directory for a snapshot of the shared state, written every 30s and at shutdown, "
+            "read at start",
             chart="snapshot.enabled",
         ),
     ] = ""
@@ -403,8 +425,8 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         Duration | None,
         Row(
             METRICS_OF_ENDPOINTS,
-            "least time between two scrapes of one endpoint (default: the greater of 200ms and "
-            "0.5ms for each endpoint)",
+            "minimum time between two scrapes of one endpoint (default: 0.5ms per endpoint, but "
+            "at least 200ms)",
             above=0,
         ),
     ] = None
@@ -412,8 +434,8 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         Duration,
         Row(
             METRICS_OF_ENDPOINTS,
-            "older metrics rank an endpoint below every fresh one; counts as "
-            "two refresh intervals at least",
+            "age from which metrics are stale, at least two refresh intervals; an endpoint with "
+            "stale metrics ranks below every endpoint with fresh ones",
             above=0,
         ),
     ] = Duration(2.0)
@@ -421,36 +443,39 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         bool,
         Row(
             METRICS_OF_ENDPOINTS,
-            "ask endpoints without work up to five times less often, until they are picked; what "
-            "other replicas send there is seen later by as much",
+            "scrape idle endpoints up to five times less often until they are picked; load from "
+            "other replicas is then noticed later",
         ),
     ] = False
     request_load_metrics: Annotated[
         bool,
         Row(
             METRICS_OF_ENDPOINTS,
-            "let requests ask engines for their load in the response headers "
-            "(endpoint-load-metrics-format: TEXT); clients see the answer",
+            "request the engine's load in response headers (endpoint-load-metrics-format: TEXT); "
+            "clients see these headers",
         ),
     ] = False
 
     request_timeout: Annotated[
         Duration,
-        Row(REQUESTS, "longest time for a request to become whole; a slower one gets 408", above=0),
+        Row(
+            REQUESTS, "maximum time to receive a request completely; a slower one gets 408", above=0
+        ),
     ] = Duration(60.0)
     memory_limit: Annotated[
         MemoryBytes | None,
         Row(
             REQUESTS,
-            "memory that bodies and indexes are sized for; near it indexes shrink, then long bodies "
-            "pass unread (default: the container's limit, else the machine's memory)",
+            "memory budget for bodies and indexes; close to it indexes shrink, then long bodies "
+            "are routed without being read (default: the container's limit, else the machine's "
+            "memory)",
         ),
     ] = None
     held_bodies_max_bytes: Annotated[
         ByteCount | None,
         Row(
             REQUESTS,
-            "unfinished bodies that all streams may hold; above it new ones get 503 "
+            "maximum memory for unfinished bodies of all streams; new ones beyond it get 503 "
             "(default: a quarter of the memory limit, at most 512Mi, at least two bodies)",
         ),
     ] = None
@@ -458,30 +483,31 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         bool,
         Row(
             REQUESTS,
-            "obey x-llm-d-model-name-rewrite; only where the gateway strips it from clients",
+            "accept the header x-llm-d-model-name-rewrite; use it only if the gateway removes "
+            "this header from client requests",
         ),
     ] = False
     decline_response_bodies: Annotated[
         bool,
         Row(
             REQUESTS,
-            "ask a gateway that streams response bodies not to show them, by a mode override, "
-            "which it must allow (`allow_mode_override` of Envoy)",
+            "ask the gateway by mode override not to send response bodies; Envoy must allow it "
+            "(`allow_mode_override`)",
         ),
     ] = False
     parse_response_usage: Annotated[
         bool,
         Row(
             REQUESTS,
-            "read response chunks for token usage and time to first token; the gateway must show "
-            "them too (--response-body-mode of `epp envoy-config`)",
+            "read token usage and time to first token from response bodies; the gateway must send "
+            "them (--response-body-mode of `epp envoy-config`)",
         ),
     ] = False
     lease_ttl_without_response_phase: Annotated[
         Duration,
         Row(
             REQUESTS,
-            "longest time to count a request where the gateway does not show responses",
+            "maximum time to count a request as running if the gateway does not report responses",
             least=0,
         ),
     ] = Duration(60.0)
@@ -489,7 +515,7 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         Duration,
         Row(
             REQUESTS,
-            "on SIGTERM, go on as before for this long",
+            "time to continue normally after SIGTERM",
             chart="drainGraceSeconds",
             least=0,
         ),
@@ -498,7 +524,7 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         Duration,
         Row(
             REQUESTS,
-            "on SIGTERM, wait for open streams at most this long; on Ctrl-C no longer than 30s",
+            "maximum time to wait for open streams after SIGTERM; at most 30s after Ctrl-C",
             chart="drainTimeoutSeconds",
             least=0,
         ),
@@ -507,8 +533,8 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         Port | None,
         Row(
             REQUESTS,
-            "port of the admin interface, on 127.0.0.1, of an Envoy that ends with this picker, as in "
-            "standalone mode: on SIGTERM its clients are sent away, and it is waited for too",
+            "port of the admin interface, on 127.0.0.1, of an Envoy that stops together with this "
+            "picker (standalone mode); on SIGTERM the picker drains it and waits for it",
             chart="standalone.enabled",
         ),
     ] = None
@@ -517,7 +543,8 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         Duration,
         Row(
             DECISION_RECORDS,
-            "how long at most it can be asked why a request went where it went; 0s keeps nothing",
+            "maximum time to retain decision records for `epp explain` and the debug pages; 0s "
+            "retains none",
             least=0,
         ),
     ] = Duration(900.0)
@@ -525,7 +552,7 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         ByteCount,
         Row(
             DECISION_RECORDS,
-            "memory for it, taken at the start: about 0.6 KB a decision",
+            "memory for decision records, allocated at start; a decision takes about 0.6 KB",
             least=RECORDS_BYTES_MIN,
         ),
     ] = ByteCount(16 * 2**20)
@@ -533,7 +560,8 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         bool,
         Row(
             DECISION_RECORDS,
-            "tell clients x-homing-endpoint, who was chosen, and x-homing-reason, a few words why",
+            "add response headers for clients: x-homing-endpoint (the chosen endpoint) and "
+            "x-homing-reason (a short reason)",
         ),
     ] = False
 
@@ -541,19 +569,21 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         CompatMetrics,
         Row(
             LOGS_METRICS_AND_TRACES,
-            "names that our metrics have besides: gie (inference_objective_*, inference_pool_*, "
-            "inference_extension_*), llm-d (llm_d_epp_*), all or none; the page gets longer by as much",
+            "additional names of the picker's metrics: gie (inference_objective_*, "
+            "inference_pool_*, inference_extension_*), llm-d (llm_d_epp_*), all or none; each set "
+            "makes the metrics page longer",
         ),
     ] = CompatMetrics.NONE
     log_format: Annotated[
-        LogFormat, Row(LOGS_METRICS_AND_TRACES, "json or console", chart="logFormat")
+        LogFormat,
+        Row(LOGS_METRICS_AND_TRACES, "format of log lines: json or console", chart="logFormat"),
     ] = LogFormat.JSON
     v: Annotated[
         int,
         Meta(ge=0),
         Row(
             LOGS_METRICS_AND_TRACES,
-            "verbosity: 0 warnings, 1 to 3 information, 4 and more every decision",
+            "log verbosity: 0 for warnings, 1 to 3 for information, 4 and more for every decision",
             chart="verbosity",
         ),
     ] = 2
@@ -561,50 +591,52 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         bool,
         Row(
             LOGS_METRICS_AND_TRACES,
-            "send a span for each sampled request by OTLP, as the OTEL_* environment variables say; "
-            "needs the extra otel",
+            "send a span for each sampled request over OTLP; the OTEL_* environment variables "
+            "configure it; needs the extra otel",
         ),
     ] = False
-    # What follows is no flag of its own.
+    # The fields below are not flags.
 
     warnings: tuple[str, ...] = ()
-    """Flags that do nothing, one sentence each."""
+    """Warnings about flags that have no effect, one sentence each."""
     own_namespace: str = "default"
-    """Of our own pod, `$NAMESPACE`; where it is not told, that of the pool."""
+    """Namespace of the picker's pod, `$NAMESPACE`; the pool's namespace if the variable is unset."""
     instance: str = ""
-    """Name of our own pod, `$POD_NAME`."""
+    """Name of the picker's pod, `$POD_NAME`."""
     own_address: str = ""
-    """IP address of our own pod, `$POD_IP`."""
+    """IP address of the picker's pod, `$POD_IP`."""
 
     @property
     def meshes(self) -> bool:
-        """Whether replicas connect to each other."""
+        """True if replicas connect directly to each other."""
         return bool(self.peers or self.peer_service)
 
     @property
     def shares(self) -> bool:
-        """Whether replicas tell each other what they decide."""
+        """True if replicas share their decisions, directly or through a broker."""
         return self.meshes or bool(self.peer_url or self.peer_url_file)
 
     @property
     def peer_targets(self) -> tuple[tuple[str, int], ...]:
-        """Host and port of each of `peers`, or those of `peer_service`."""
+        """Host and port of each of `peers`, or of `peer_service`."""
         named = self.peers or (self.peer_service,) if self.meshes else ()
         return tuple(parse_host_port(text, self.peer_port) for text in named)
 
     @property
     def replicas_besides(self) -> int:
-        """Other pickers that decide at the same time; with leader election the others stand by."""
+        """Number of other pickers that decide at the same time; 0 with leader election."""
         return 0 if self.ha_enable_leader_election else self.replicas - 1
 
     @property
     def receive_message_max_bytes(self) -> int:
-        """Largest message that the gRPC server takes."""
+        """Largest message in bytes that the gRPC server accepts."""
         given = self.grpc_max_recv_msg_size
         return self.request_body_max_bytes + _RECEIVE_MARGIN_BYTES if given is None else given
 
     def held_body_bytes_max(self, memory_limit_bytes: int) -> int:
-        """What all streams together may hold of unfinished bodies, in so much memory."""
+        """Return the byte limit for unfinished bodies of all streams, given the memory limit in
+        bytes.
+        """
         if self.held_bodies_max_bytes is not None:
             return self.held_bodies_max_bytes
         share_bytes = memory_limit_bytes // _HELD_BODIES_SHARE
@@ -612,11 +644,14 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
 
     @property
     def log_level(self) -> Literal["warning", "info", "debug"]:
-        """One of "warning", "info" and "debug"; the reference picker's decisions are at 4 and 5 too."""
+        """Log level that `v` stands for; the reference picker logs decisions at 4 and 5 too."""
         return "warning" if self.v == 0 else "info" if self.v < 4 else "debug"
 
     def refresh_interval_s(self, endpoints: int) -> float:
-        """Time between two scrapes of each of `endpoints`; an explicit flag is the minimum."""
+        """Return the seconds between two scrapes of each of `endpoints`.
+
+        The flag `--refresh-metrics-interval` is a minimum.
+        """
         given = self.refresh_metrics_interval
         least_s = REFRESH_MIN_S if given is None else float(given)
         return max(least_s, REFRESH_PER_ENDPOINT_S * endpoints)

@@ -1,4 +1,4 @@
-"""The flags of every subcommand but `epp serve`, a row each."""
+"""Flags of every subcommand except `epp serve`, one row per flag."""
 
 from typing import Annotated, Final, TypeAlias
 
@@ -9,7 +9,7 @@ from epp.flags.row import Row
 from epp.flags.values import BodyMode, ByteCount, Port
 
 DECISIONS_DIR: Final = "/decisions"
-"""Where the chart mounts the volume of `--decisions-dir`."""
+"""Directory where the chart mounts the volume of `--decisions-dir`."""
 
 OUTPUT: Final = "Output"
 LISTENING: Final = "Listening"
@@ -20,156 +20,191 @@ WHICH: Final = "Which"
 
 _DEBUG_PORT: Final = "http://127.0.0.1:9090"
 _URL: Final = (
-    "http://host:port of --metrics-port, as `kubectl port-forward deploy/homing 9090` opens it"
+    "http://host:port of --metrics-port, as opened by `kubectl port-forward deploy/homing 9090`"
 )
-_MOMENT: Final = "UTC, as 02:10, 2026-03-02T02:10:30, or 30m for so long ago"
+_MOMENT: Final = "a UTC time (02:10 or 2026-03-02T02:10:30) or an age (30m)"
 
 _TokenFile: TypeAlias = Annotated[
     str,
     Row(
         PICKERS,
-        "file with the token that `epp serve --debug-token-file` asks for; without: "
-        "HOMING_DEBUG_TOKEN_FILE names it, or HOMING_DEBUG_TOKEN is the token",
+        "file with the token that `epp serve --debug-token-file` requires (default: the file "
+        "named by HOMING_DEBUG_TOKEN_FILE, or else the value of HOMING_DEBUG_TOKEN)",
     ),
 ]
 _DecisionsDir: TypeAlias = Annotated[
     str,
     Row(
         FILES,
-        "directory of `epp serve --decisions-dir`, or of several of them; the default is where the "
-        "chart has it",
+        "directory of `epp serve --decisions-dir`, or a directory that contains several of them; "
+        "the default is the mount path of the chart",
     ),
 ]
 
 
 class EnvoyFlags(Struct, frozen=True, kw_only=True):
-    """What `epp envoy-config` is told; all but `out` are options of `BootstrapOptions`."""
+    """Flags of `epp envoy-config`; all but `out` are options of `BootstrapOptions`."""
 
     out: Annotated[str, Row(OUTPUT, "file to write (default: standard output)")] = ""
 
-    listen_host: Annotated[str, Row(LISTENING, "address of the gateway's listener")] = "0.0.0.0"  # noqa: S104 - it is a gateway
-    listen_port: Annotated[Port, Row(LISTENING, "its port")] = 8081
-    admin_port: Annotated[Port, Row(LISTENING, "port of Envoy's admin interface, on loopback")] = (
-        19_000
+    listen_host: Annotated[str, Row(LISTENING, "IP address that the gateway listens on")] = (
+        "0.0.0.0"  # noqa: S104 - it is a gateway
     )
+    listen_port: Annotated[Port, Row(LISTENING, "port that the gateway listens on")] = 8081
+    admin_port: Annotated[
+        Port, Row(LISTENING, "port of Envoy's admin interface on the loopback address")
+    ] = 19_000
     readiness_port: Annotated[Port, Row(LISTENING, "port of /ready and /stats/prometheus")] = 19_001
 
     picker_address: Annotated[
-        str, Row(PICKER, "host:port of `epp serve`; of several replicas, with commas between them")
+        str, Row(PICKER, "host:port of `epp serve`; list several replicas separated by commas")
     ] = "127.0.0.1:9002"
     second_picker_address: Annotated[
         str,
         Row(
             PICKER,
-            "as --picker-address: of pickers to ask while none of those is healthy; empty: none",
+            "host:port of pickers to use while no --picker-address is healthy; empty for none",
         ),
     ] = ""
     round_robin: Annotated[
         tuple[str, ...],
-        Row(PICKER, "serve these ip:port in turn without a picker, separated by commas"),
+        Row(
+            PICKER,
+            "route round robin to this list of ip:port, separated by commas, without a picker",
+        ),
     ] = ()
     plaintext: Annotated[
-        bool, Row(PICKER, "speak to it without TLS (`epp serve --secure-serving=false`)")
+        bool, Row(PICKER, "connect to the picker without TLS (`epp serve --secure-serving=false`)")
     ] = False
     picker_ca_file: Annotated[
-        str, Row(PICKER, "PEM of who signs its certificate (default: whoever signed it)")
+        str,
+        Row(
+            PICKER,
+            "PEM file with the CA of the picker's certificate (default: any certificate is "
+            "accepted)",
+        ),
     ] = ""
     picker_server_name: Annotated[
-        str, Row(PICKER, "DNS name that its certificate must have, with --picker-ca-file")
+        str,
+        Row(
+            PICKER,
+            "DNS name that the picker's certificate must contain; used with --picker-ca-file",
+        ),
     ] = ""
     client_cert_path: Annotated[
-        str, Row(PICKER, "directory with tls.crt and tls.key to show to it")
+        str,
+        Row(
+            PICKER,
+            "directory with the client certificate (tls.crt and tls.key) that the gateway "
+            "presents to the picker",
+        ),
     ] = ""
-    fail_open: Annotated[bool, Row(PICKER, "let requests pass when it is down")] = False
-    message_timeout: Annotated[Duration, Row(PICKER, "how long it may take for one answer")] = (
+    fail_open: Annotated[
+        bool, Row(PICKER, "forward requests without the picker when it is unavailable")
+    ] = False
+    message_timeout: Annotated[Duration, Row(PICKER, "timeout of each message from the picker")] = (
         Duration(10.0)
     )
-    request_body_mode: Annotated[BodyMode, Row(PICKER, "how request bodies reach it")] = (
-        BodyMode.FULL_DUPLEX_STREAMED
-    )
+    request_body_mode: Annotated[
+        BodyMode, Row(PICKER, "how Envoy sends request bodies to the picker")
+    ] = BodyMode.FULL_DUPLEX_STREAMED
     response_body_mode: Annotated[
         BodyMode,
         Row(
             PICKER,
-            "how response bodies reach it; STREAMED lets `epp serve --parse-response-usage` read them",
+            "how Envoy sends response bodies to the picker; `epp serve --parse-response-usage` "
+            "needs STREAMED",
         ),
     ] = BodyMode.NONE
-    request_body_max_bytes: Annotated[ByteCount, Row(PICKER, "as of `epp serve`")] = ByteCount(
-        33_554_432
-    )
+    request_body_max_bytes: Annotated[
+        ByteCount, Row(PICKER, "longest request body; use the same value as for `epp serve`")
+    ] = ByteCount(33_554_432)
 
 
 class CheckFlags(Struct, frozen=True, kw_only=True):
-    """What `epp check-config` is told."""
+    """Flags of `epp check-config`."""
 
     file: str = ""
-    """The one argument that is no flag; "-": standard input; "": the built-in default."""
+    """Path of the configuration; "-" for standard input, "" for the built-in default."""
 
-    diff: Annotated[str, Row(OUTPUT, "another configuration; say what FILE changes in it")] = ""
-    explain: Annotated[bool, Row(OUTPUT, "print what is in effect, defaults filled in")] = False
+    diff: Annotated[str, Row(OUTPUT, "another configuration; print what FILE changes in it")] = ""
+    explain: Annotated[
+        bool, Row(OUTPUT, "print the effective configuration, including defaults")
+    ] = False
     upgrade: Annotated[
         bool,
         Row(
             OUTPUT,
-            "print FILE with what llm-d-router has renamed or removed as it loads today, and on "
-            "standard error what was rewritten, by its line",
+            "print FILE with names that llm-d-router renamed or removed replaced, and list each "
+            "replacement with its line on standard error",
         ),
     ] = False
     capture: Annotated[
         str,
         Row(
             OUTPUT,
-            "directory of `epp serve --capture`; say how many of the decisions in it would have "
-            "been others by FILE",
+            "directory of `epp serve --capture`; count the captured decisions that FILE would "
+            "change",
         ),
     ] = ""
 
 
 class ExplainFlags(Struct, frozen=True, kw_only=True):
-    """What `epp explain` is told."""
+    """Flags of `epp explain`."""
 
     request_id: str = ""
-    """The one argument that is no flag."""
+    """ID of the request, the only positional argument."""
     url: Annotated[
         tuple[str, ...],
-        Row(PICKERS, f"{_URL}; of several replicas, with commas between them"),
+        Row(PICKERS, f"{_URL}; list several replicas separated by commas"),
     ] = (_DEBUG_PORT,)
     token_file: _TokenFile = ""
 
     endpoint: Annotated[
-        str, Row(OUTPUT, "say besides why it did not go to this one: name or address")
+        str, Row(OUTPUT, "name or address of an endpoint; explain also why it was not chosen")
     ] = ""
-    json: Annotated[bool, Row(OUTPUT, "all that is known, as JSON")] = False
+    json: Annotated[bool, Row(OUTPUT, "print everything that is known as JSON")] = False
 
     dir: Annotated[
         str,
         Row(
-            FILES, "directory of `epp serve --decisions-dir` to look in, instead of asking a picker"
+            FILES, "directory of `epp serve --decisions-dir` to read instead of requesting a picker"
         ),
     ] = ""
 
 
 class DecisionsFlags(Struct, frozen=True, kw_only=True):
-    """What `epp decisions` is told."""
+    """Flags of `epp decisions`."""
 
     dir: _DecisionsDir = DECISIONS_DIR
 
-    since: Annotated[str, Row(WHICH, f"not older; {_MOMENT}")] = "30m"
-    until: Annotated[str, Row(WHICH, "not newer; as --since")] = "0s"
-    endpoint: Annotated[str, Row(WHICH, "name, with or without its namespace, or address")] = ""
-    model: Annotated[str, Row(WHICH, "as it was asked for")] = ""
-    refused: Annotated[str, Row(WHICH, "true, false or a reason")] = ""
+    since: Annotated[str, Row(WHICH, f"show decisions since {_MOMENT}")] = "30m"
+    until: Annotated[
+        str, Row(WHICH, "show decisions until this time or age, written as for --since")
+    ] = "0s"
+    endpoint: Annotated[
+        str,
+        Row(WHICH, "show only this endpoint: its name, with or without namespace, or its address"),
+    ] = ""
+    model: Annotated[str, Row(WHICH, "show only this model, as the client named it")] = ""
+    refused: Annotated[
+        str,
+        Row(
+            WHICH,
+            "show only refused requests (true), only routed ones (false), or one reason of refusal",
+        ),
+    ] = ""
 
     n: Annotated[
         int,
         Meta(ge=1, le=10_000),
-        Row(OUTPUT, "how many to list, the last ones, 1 to 10000; sums are of all"),
+        Row(OUTPUT, "number of latest decisions to list, 1 to 10000; sums always include all"),
     ] = 20
-    json: Annotated[bool, Row(OUTPUT, "as JSON")] = False
+    json: Annotated[bool, Row(OUTPUT, "print JSON")] = False
 
 
 class ChangesFlags(Struct, frozen=True, kw_only=True):
-    """What `epp changes` is told."""
+    """Flags of `epp changes`."""
 
     dir: _DecisionsDir = DECISIONS_DIR
 
@@ -177,34 +212,41 @@ class ChangesFlags(Struct, frozen=True, kw_only=True):
         str,
         Row(
             WHICH,
-            f"the moment to compare around, {_MOMENT} (default: the last change of the configuration)",
+            f"time of the change to compare around: {_MOMENT} (default: the last change of the "
+            "configuration)",
         ),
     ] = ""
     window: Annotated[
-        Duration, Row(WHICH, "how long before and after, 1s to 24h", least=1, most=86_400)
+        Duration,
+        Row(
+            WHICH,
+            "length of the compared periods before and after the change, 1s to 24h",
+            least=1,
+            most=86_400,
+        ),
     ] = Duration(900.0)
 
-    json: Annotated[bool, Row(OUTPUT, "as JSON")] = False
+    json: Annotated[bool, Row(OUTPUT, "print JSON")] = False
 
 
 class TopFlags(Struct, frozen=True, kw_only=True):
-    """What `epp top` is told."""
+    """Flags of `epp top`."""
 
     url: Annotated[
         tuple[str, ...],
-        Row(PICKERS, f"{_URL}; several, with commas between them, are shown as one"),
+        Row(PICKERS, f"{_URL}; list several pickers separated by commas to show them as one"),
     ] = (_DEBUG_PORT,)
     token_file: _TokenFile = ""
     with_peers: Annotated[
         bool,
         Row(
             PICKERS,
-            "show the replicas too that the first one shares with, at the same port of their "
-            "addresses; these are reached from inside the cluster only",
+            "show also the replicas that the first picker shares state with, on the same port of "
+            "their addresses; these are reachable only inside the cluster",
         ),
     ] = False
 
     interval: Annotated[
-        Duration, Row(OUTPUT, "time between two looks, 1s to 60s", least=1, most=60)
+        Duration, Row(OUTPUT, "time between two updates, 1s to 60s", least=1, most=60)
     ] = Duration(2.0)
-    once: Annotated[bool, Row(OUTPUT, "print what is seen now and end")] = False
+    once: Annotated[bool, Row(OUTPUT, "print the current state once and exit")] = False

@@ -1,4 +1,4 @@
-"""What flags take besides numbers and text, and how each is written."""
+"""Types of flag values other than numbers and text, with their spelling."""
 
 import re
 from enum import StrEnum
@@ -11,19 +11,19 @@ Port: TypeAlias = Annotated[int, Meta(ge=1, le=65_535)]
 
 
 class ByteCount(int):
-    """Bytes, written as a number or as a Kubernetes quantity: 4194304, 4Mi, 4M."""
+    """A number of bytes, written as a number or as a Kubernetes quantity: 4194304, 4Mi, 4M."""
 
     __slots__ = ()
 
 
 class MemoryBytes(int):
-    """As `ByteCount`, of a process: it may be more than a message can have."""
+    """An amount of a process's memory, written like `ByteCount`; it may exceed a message's size."""
 
     __slots__ = ()
 
 
 class IpAddress(str):
-    """An address to listen on; "::" is all of them, IPv4 too."""
+    """An IP address to listen on; "::" means all addresses, including IPv4."""
 
     __slots__ = ()
 
@@ -39,7 +39,7 @@ class LogFormat(StrEnum):
 
 
 class CompatMetrics(StrEnum):
-    """Whose names our metrics have besides."""
+    """Sets of additional metric names that the metrics page can contain."""
 
     NONE = "none"
     GIE = "gie"
@@ -48,7 +48,7 @@ class CompatMetrics(StrEnum):
 
 
 class BodyMode(StrEnum):
-    """How Envoy shows a body to the picker, in Envoy's spelling."""
+    """Modes in which Envoy sends a body to the picker, in Envoy's spelling."""
 
     NONE = "NONE"
     STREAMED = "STREAMED"
@@ -73,18 +73,21 @@ _HOST_PORT: Final = re.compile(
 )
 _URL: Final = re.compile(r"(valkeys?|rediss?)://[^\s/]+(/\d{0,4})?", re.ASCII)
 _BYTES_MAX: Final = 2**31 - 1
-"""What gRPC can be told."""
+"""Greatest size that gRPC accepts as a setting."""
 _MEMORY_BYTES_MIN: Final = 64 * 2**20
 _MEMORY_BYTES_MAX: Final = 2**40
 
 
 def parse_byte_count(text: str) -> ByteCount:
-    """Read a quantity of at least one byte and less than 2 GiB; `ValueError` for anything else."""
+    """Parse a quantity of at least one byte and less than 2 GiB.
+
+    Raises `ValueError` for any other text.
+    """
     return ByteCount(_bytes_of(text, 1, _BYTES_MAX))
 
 
 def parse_memory_bytes(text: str) -> MemoryBytes:
-    """Read a quantity of 64 MiB to 1 TiB; `ValueError` for anything else."""
+    """Parse a quantity from 64 MiB to 1 TiB. Raises `ValueError` for any other text."""
     return MemoryBytes(_bytes_of(text, _MEMORY_BYTES_MIN, _MEMORY_BYTES_MAX))
 
 
@@ -94,12 +97,12 @@ def _bytes_of(text: str, least: int, most: int) -> int:
         raise ValueError(f"{text!r} is not a number of bytes such as 4194304 or 4Mi")
     count = int(match[1]) * _UNITS[match[2]]
     if not least <= count <= most:
-        raise ValueError(f"{text!r} is not one of {least} to {most} bytes")
+        raise ValueError(f"{text!r} is out of range, expected {least} to {most} bytes")
     return count
 
 
 def parse_ip_address(text: str) -> IpAddress:
-    """Read an IPv4 or IPv6 address without a port; `ValueError` for anything else."""
+    """Parse an IPv4 or IPv6 address without a port. Raises `ValueError` for any other text."""
     try:
         return IpAddress(ip_address(text))
     except ValueError as error:
@@ -109,9 +112,10 @@ def parse_ip_address(text: str) -> IpAddress:
 
 
 def parse_host_port(text: str, port: int) -> tuple[str, int]:
-    """Read "host:port", or "host" for `port`; IPv6 in brackets, which are left out.
+    """Parse "host:port", or "host" with the default `port`, into host and port.
 
-    Raises `ValueError` for anything else.
+    An IPv6 address is written in brackets, which the result omits. Raises `ValueError` for any
+    other text.
     """
     match = _HOST_PORT.fullmatch(text)
     if not match or not 1 <= int(match[3] or port) <= 65_535:
@@ -122,5 +126,5 @@ def parse_host_port(text: str, port: int) -> tuple[str, int]:
 
 
 def is_peer_url(text: str) -> bool:
-    """Whether `text` is a URL of Valkey or Redis."""
+    """Return True if `text` is a URL of Valkey or Redis."""
     return _URL.fullmatch(text) is not None

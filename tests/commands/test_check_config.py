@@ -98,7 +98,7 @@ def test_a_difference_is_told_line_by_line(tmp_path):
     new.write_text(Path(CHART).read_text().replace("weight: 3", "weight: 5"))
     code, out, err = check(file=str(new), diff=CHART)
     assert (code, out, err) == (0, "scorer prefix-cache-scorer: weight 3 -> 5\n", "")
-    assert check(file=CHART, diff=CHART)[1] == f"{CHART} and {CHART} are equal\n"
+    assert check(file=CHART, diff=CHART)[1] == f"{CHART} and {CHART} have the same effect\n"
     assert check(file=CHART, diff=REFUSED)[0] == 1
 
 
@@ -134,7 +134,7 @@ def test_the_default_is_explained_without_a_file():
         (["--help"], 0, "out", "usage: epp serve"),
         (["fly"], 2, "err", "epp: unknown command 'fly', `epp --help` lists them\n"),
         (["serve", "--help"], 0, "out", "usage: epp serve [flags]\n\nServing:\n  --grpc-port\n"),
-        (["serve"], 2, "err", "epp serve: no endpoints: give --pool-name, "),
+        (["serve"], 2, "err", "epp serve: no endpoints are configured: give --pool-name, "),
         (["serve", "--grpc-prt"], 2, "err", "epp serve: unknown flag '--grpc-prt', did you mean"),
         (["check-config"], 2, "err", "epp check-config: expected FILE"),
         (["check-config", "-help"], 0, "out", "usage: epp check-config"),
@@ -204,7 +204,7 @@ def test_past_decisions_are_held_against_a_configuration(tmp_path):
     assert "scorer queue-scorer: weight 2 -> 0" in out
     (changed,) = re.findall(r"(\d+) of 120 past decisions \(.*%\) would have changed", out)
     assert 0 < int(changed) < 120
-    assert "nothing can be said" not in out
+    assert "are not compared" not in out
     code, out, _ = check(file=str(same), capture=str(tmp_path))
     assert "0 of 120 past decisions (0.0%) would have changed" in out
 
@@ -219,7 +219,9 @@ def test_what_a_capture_cannot_tell_is_not_told(tmp_path):
     (known,) = re.findall(
         r"^0 of (\d+) past decisions \(0.0%\) would have changed$", out, re.MULTILINE
     )
-    (unknown,) = re.findall(r"^of (\d+) more \(.*% of all\) nothing can be said", out, re.MULTILINE)
+    (unknown,) = re.findall(
+        r"^(\d+) more decisions \(.*% of all\) are not compared", out, re.MULTILINE
+    )
     assert int(known) + int(unknown) == 120
     reasons = re.findall(r"^  (\d+): the (?:index|same)|^  (\d+): another", out, re.MULTILINE)
     assert sum(int(one or other) for one, other in reasons) == int(unknown)

@@ -1,1 +1,1 @@
-"""What `epp` does when it does not serve: one module a subcommand."""
+"""Subcommands of `epp`, one module per subcommand."""

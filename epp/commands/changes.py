@@ -1,4 +1,6 @@
-"""`epp changes`: what a change of the configuration did, or what was different after a moment."""
+"""Implement `epp changes`: compare the time before and after a configuration change or another
+moment.
+"""
 
 import math
 import time
@@ -32,11 +34,11 @@ SHOWN: Final = 0
 NOTHING: Final = 1
 UNREADABLE: Final = 2
 EVENTS_MAX: Final = 12
-"""Of what happened meanwhile, told one by one; more are counted."""
+"""Maximum number of events listed between the two periods; further events are only counted."""
 CHANGES_MAX: Final = 5
-"""Sentences of one change that are shown."""
+"""Maximum number of effects shown per change, one sentence each."""
 _ENDPOINTS_MAX: Final = 20
-"""Of more those are shown whose share changed most."""
+"""Maximum number of endpoints shown; those whose share changed most come first."""
 
 
 class _Event(msgspec.Struct, frozen=True):
@@ -47,14 +49,19 @@ class _Event(msgspec.Struct, frozen=True):
 def show_changes(
     flags: ChangesFlags, out: TextIO, err: TextIO, clock: Callable[[], Seconds] = time.time
 ) -> int:
-    """Exit code: 0 it was compared, 1 there was no such change, 2 the files cannot be read."""
+    """Compare two periods and print the result.
+
+    Return the exit code: 0 if the periods were compared, 1 if there was no such change, 2 if the
+    files cannot be read.
+    """
     folder, now_s = Path(flags.dir), clock()
     try:
         known = changes_in(folder)
         at_s = moment_of(flags.at, now_s) if flags.at else _last(known)
         if at_s is None:
             print(
-                f"epp changes: no change of the configuration is kept in {flags.dir}: give --at",
+                f"epp changes: {flags.dir} contains no change of the configuration; give a time "
+                "with --at",
                 file=err,
             )
             return NOTHING
@@ -80,7 +87,10 @@ def show_changes(
 
 
 def _last(known: Sequence[PastChange]) -> float | None:
-    """When the configuration last changed: another document than the same picker had before."""
+    """Return the time at which the configuration last changed, or None if it never changed.
+
+    A change is a document with another hash than the previous one of the same picker.
+    """
     last: float | None = None
     hashes: dict[str, str] = {}
     for one in known:
@@ -94,7 +104,7 @@ def _last(known: Sequence[PastChange]) -> float | None:
 
 
 def _compare(folder: Path, before: Stretch, after: Stretch) -> list[_Event]:
-    """Add up both sides; what happened meanwhile, in its order."""
+    """Add the records of both periods to `before` and `after`; return the events in order of time."""
     events: list[_Event] = []
     states: dict[str, States] = {}
     first_s, started_s = math.inf, math.inf
@@ -112,14 +122,14 @@ def _compare(folder: Path, before: Stretch, after: Stretch) -> list[_Event]:
                 events.append(_Event(past.at_s, _told(past)))
             case PastLoss():
                 events.append(_Event(past.at_s, f"{past.records} records are missing here"))
-    # There was no picker before.
+    # No picker ran before the first start, so the first period begins there.
     if first_s >= started_s and before.since_s < started_s < before.until_s:
         before.since_s = started_s
     return sorted(events, key=lambda event: event.at_s)
 
 
 def _differences(was: States, past: PastStates) -> list[_Event]:
-    """Whose state is another than before."""
+    """Return an event for every endpoint whose state changed."""
     ready = EndpointState()
     return [
         _Event(past.at_s, f"{name} is {now.state}" + (f": {now.reason}" if now.reason else ""))
@@ -133,10 +143,10 @@ def _told(past: PastChange) -> str:
     change = past.change
     who = f" at {past.picker}" if past.picker else ""
     if not isinstance(change, Applied):
-        return f"a configuration was refused{who}: {change.problem}"
+        return f"the configuration was refused{who}: {change.problem}"
     if change.generation <= 1:
         return f"the picker started{who} with {change.source}, {change.hash[:12]}"
-    what = "; ".join(change.changes[:CHANGES_MAX]) or "no change in effect"
+    what = "; ".join(change.changes[:CHANGES_MAX]) or "no effective change"
     return f"configuration generation {change.generation}{who}: {what}"
 
 
@@ -180,10 +190,10 @@ def _lines(
             for event in sorted(nearest, key=lambda event: event.at_s)
         ]
         if len(meanwhile) > EVENTS_MAX:
-            lines.append(f"  and {len(meanwhile) - EVENTS_MAX} more, further away")
+            lines.append(f"and {len(meanwhile) - EVENTS_MAX} more, further from the change")
     others = [one for one in known if one not in here and isinstance(one.change, Applied)]
     if others:
-        lines += ["", "other changes, for --at"]
+        lines += ["", "other changes that --at can select"]
         lines += [f"  {iso(one.at_s)[:19]} {_told(one)}" for one in others[-CHANGES_MAX:]]
     return list(map(printable, lines))
 
@@ -197,7 +207,7 @@ def _side(row: dict[str, Any]) -> list[str]:
 
 
 def _endpoints(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Where requests went, on both sides."""
+    """Return table lines that compare the endpoints' shares and figures before and after."""
     was, now = before["endpoints"], after["endpoints"]
     names = sorted(was.keys() | now.keys())
 
@@ -219,7 +229,7 @@ def _endpoints(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     ]
     lines = table(rows).splitlines() if rows else []
     if len(names) > _ENDPOINTS_MAX:
-        lines.append(f"{len(names) - _ENDPOINTS_MAX} more, whose share changed less")
+        lines.append(f"{len(names) - _ENDPOINTS_MAX} more endpoints, whose share changed less")
     return lines
 
 

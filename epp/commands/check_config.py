@@ -1,4 +1,4 @@
-"""`epp check-config`: the server's own reading of a configuration, told to a person."""
+"""Implement `epp check-config`: validate a configuration as the server would, and explain it."""
 
 import sys
 from collections.abc import Iterator
@@ -29,13 +29,14 @@ INVALID: Final = 1
 UNREADABLE: Final = 2
 
 CONFIG_MAP_KEY: Final = "config.yaml"
-"""Where the chart's ConfigMap has its document."""
+"""Key in the chart's ConfigMap that holds the configuration."""
 
 
 def check_config(flags: CheckFlags, out: TextIO, err: TextIO) -> int:
-    """Exit code: 0 valid, 1 invalid or unsupported, 2 unreadable.
+    """Validate the configuration and print what the flags request.
 
-    Warnings and problems go to `err`, what was asked for to `out`.
+    Warnings and problems are written to `err`, requested output to `out`. Return the exit code: 0
+    if the configuration is valid, 1 if it is invalid or unsupported, 2 if it cannot be read.
     """
     if flags.upgrade:
         return _upgraded(flags.file, out, err)
@@ -52,15 +53,17 @@ def check_config(flags: CheckFlags, out: TextIO, err: TextIO) -> int:
     elif old is None:
         print(f"{config.source}: valid, hash {config_hash(config)}", file=out)
     if old is not None:
-        for line in diff_configs(old, config) or [f"{old.source} and {config.source} are equal"]:
+        for line in diff_configs(old, config) or [
+            f"{old.source} and {config.source} have the same effect"
+        ]:
             print(line, file=out)
     return _held_against(config, flags.capture, plugins, out, err) if flags.capture else VALID
 
 
 def _upgraded(file: str, out: TextIO, err: TextIO) -> int:
-    """Write what is in `file` as it loads today to `out`, and what was rewritten to `err`. The exit code.
+    """Write the upgraded document in `file` to `out` and its changes to `err`.
 
-    That of the document as it is written: 1 where something stays that does not load.
+    Return the exit code for the document after the upgrade: 1 if a part of it still does not load.
     """
     try:
         text, source = _text_of(file)
@@ -93,7 +96,7 @@ def _failed(error: ConfigError | OSError, err: TextIO) -> int:
 def _held_against(
     config: PickerConfig, capture: str, plugins: PluginTables, out: TextIO, err: TextIO
 ) -> int:
-    """Say what `config` would have changed of the capture's decisions. The exit code."""
+    """Print how many captured decisions `config` would change. Return the exit code."""
     try:
         judged = judge(Path(capture), plugins, config)
     except ConfigError as error:
@@ -109,35 +112,38 @@ def _held_against(
 
 
 def _verdict(judged: Judged) -> Iterator[str]:
-    """What can be known, then what cannot and why."""
+    """Yield sentences about decisions that could be replayed, then about those that could not and
+    why.
+    """
     known, decisions = judged.made_again, judged.decisions
     if known:
         of = f"{known:,} past decisions ({judged.changed / known:.1%})"
         yield f"{judged.changed:,} of {of} would have changed"
     elif decisions:
-        yield "nothing is known of what would have changed"
+        yield "no past decision could be repeated, so the effect is unknown"
     else:
-        yield "there are no past decisions"
+        yield "the capture contains no decisions"
     if judged.unmade:
         unknown = decisions - known
         yield (
-            f"of {unknown:,} more ({unknown / decisions:.1%} of all) nothing can be said: the "
-            "configuration that made them does not make them again from what is captured"
+            f"{unknown:,} more decisions ({unknown / decisions:.1%} of all) are not compared: the "
+            "configuration that made them does not reproduce them from the capture"
         )
         yield from (f"  {count:,}: {why}" for why, count in judged.unmade.items())
     yield from (f"note: {sentence}" for sentence in judged.caveats)
 
 
 def _load(file: str, plugins: PluginTables) -> PickerConfig:
-    """The configuration in `file`."""
+    """Load the configuration in `file`."""
     text, source = _text_of(file)
     return load_config(text, source, plugins)
 
 
 def _text_of(file: str) -> tuple[bytes | str, str]:
-    """What is in `file`, "-" for standard input, and its name; of a ConfigMap, the document in it.
+    """Return the configuration text in `file` and the name of its source.
 
-    At most one byte too much is read. Raises `ConfigError` and `OSError`.
+    "-" stands for standard input. If the file is a ConfigMap, the text is the document in it. At
+    most one byte more than the size limit is read. Raises `ConfigError` and `OSError`.
     """
     if file == "-":
         return _document_in(sys.stdin.buffer.read(CONFIG_MAX_BYTES + 1), "standard input")
@@ -146,7 +152,10 @@ def _text_of(file: str) -> tuple[bytes | str, str]:
 
 
 def _document_in(content: bytes, source: str) -> tuple[bytes | str, str]:
-    """A configuration, or the one that a ConfigMap holds: under `CONFIG_MAP_KEY`, or alone."""
+    """Return the configuration text, extracted if `content` is a ConfigMap.
+
+    The document is under `CONFIG_MAP_KEY`, or is the only entry of the ConfigMap.
+    """
     manifest = read_mapping(content, source)
     if manifest.get("kind") != "ConfigMap":
         return content, source

@@ -1,4 +1,4 @@
-"""Asks the debug port of a picker, from the terminal of whoever operates it."""
+"""Send requests from a terminal to the debug port of a picker."""
 
 import http.client
 import os
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from epp.core.types import Seconds
 
 TIMEOUT_S: Final = 5.0
-"""For the whole of an answer."""
+"""Timeout of a complete response in seconds."""
 ANSWER_BYTES_MAX: Final = 8 * 1024 * 1024
 TOKEN_BYTES_MAX: Final = 4_096
 TOKEN_VARIABLE: Final = "HOMING_DEBUG_TOKEN"  # noqa: S105  a name
@@ -22,11 +22,16 @@ PORT_FORWARD: Final = "kubectl port-forward deploy/homing 9090"
 
 
 class NoAnswerError(Exception):
-    """One sentence: the picker did not answer, or not what was expected."""
+    """The picker did not answer, or its answer was not the expected one. The message is one
+    sentence.
+    """
 
 
 class DebugClient:
-    """One picker. Follows no redirect and uses no proxy: a token would go along."""
+    """An HTTP client for the debug port of one picker.
+
+    It follows no redirects and uses no proxy, because either would receive the token.
+    """
 
     def __init__(
         self,
@@ -36,16 +41,16 @@ class DebugClient:
         timeout_s: Seconds = TIMEOUT_S,
         clock: Callable[[], Seconds] = time.monotonic,
     ) -> None:
-        """Raises `NoAnswerError` for what is no `http://host:port` or `https://host:port`."""
+        """Raise `NoAnswerError` if `url` is not `http://host:port` or `https://host:port`."""
         self.url = url.rstrip("/")
         try:
             parts = urlsplit(self.url)
             port = parts.port
         except ValueError as error:
-            raise NoAnswerError(f"{url} is no URL such as http://127.0.0.1:9090") from error
+            raise NoAnswerError(f"{url} is not a URL such as http://127.0.0.1:9090") from error
         bare = not (parts.path or parts.query or parts.fragment or parts.username)
         if parts.scheme not in {"http", "https"} or not parts.hostname or not bare:
-            raise NoAnswerError(f"{url} is no URL such as http://127.0.0.1:9090")
+            raise NoAnswerError(f"{url} is not a URL such as http://127.0.0.1:9090")
         self._secure = parts.scheme == "https"
         self._host, self._port = parts.hostname, port
         self._token = token
@@ -53,13 +58,16 @@ class DebugClient:
         self._clock = clock
 
     def at(self, host: str) -> str:
-        """The URL of the same scheme and port at another `host`, an IP address."""
+        """Return the URL with the same scheme and port for another `host`, an IP address."""
         named = f"[{host}]" if ":" in host else host
         port = "" if self._port is None else f":{self._port}"
         return f"{'https' if self._secure else 'http'}://{named}{port}"
 
     def get(self, path: str, *, accept: str) -> tuple[int, bytes]:
-        """Status and body of a page, of at most `ANSWER_BYTES_MAX`. Raises `NoAnswerError`."""
+        """Return the status and body of a page of at most `ANSWER_BYTES_MAX` bytes.
+
+        Raises `NoAnswerError`.
+        """
         headers = {"accept": accept, "user-agent": "epp"}
         if self._token:
             headers["authorization"] = f"Bearer {self._token}"
@@ -70,7 +78,7 @@ class DebugClient:
             return answer.status, self._read(answer)
         except (OSError, http.client.HTTPException) as error:
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            hint = f"is its port forwarded, as by `{PORT_FORWARD}`?"
+            hint = f"forward its port, for example with `{PORT_FORWARD}`"
             raise NoAnswerError(f"{self.url} does not answer: {why}; {hint}") from error
         finally:
             connection.close()
@@ -90,11 +98,12 @@ class DebugClient:
             body += piece
             if len(body) > ANSWER_BYTES_MAX:
                 raise NoAnswerError(
-                    f"{self.url} answers with more than {ANSWER_BYTES_MAX} bytes, expected a page"
+                    f"the answer of {self.url} exceeds {ANSWER_BYTES_MAX} bytes, expected a page"
                 )
             if self._clock() > until_s:
                 raise NoAnswerError(
-                    f"{self.url} takes more than {self._timeout_s:g} s to answer, expected a page"
+                    f"the answer of {self.url} takes more than {self._timeout_s:g} s, expected a "
+                    "page"
                 )
         if answer.length:
             raise http.client.IncompleteRead(bytes(body), answer.length)
@@ -102,8 +111,10 @@ class DebugClient:
 
 
 def read_token(file: str, environ: Mapping[str, str] = os.environ) -> str:
-    """The token in `file`, else in the file of `TOKEN_FILE_VARIABLE`, else of `TOKEN_VARIABLE`; "" if
-    there is none. Raises `NoAnswerError`.
+    """Return the token in `file`, or "" if there is none.
+
+    If `file` is "", the file named by `TOKEN_FILE_VARIABLE` is read, or else `TOKEN_VARIABLE`.
+    Raises `NoAnswerError` if the token cannot be read.
     """
     name = f"--token-file {file}"
     if not file:
@@ -115,7 +126,7 @@ def read_token(file: str, environ: Mapping[str, str] = os.environ) -> str:
         with Path(file).open("rb") as stream:
             token = stream.read(TOKEN_BYTES_MAX).strip().decode("ascii")
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not ASCII"
+        why = getattr(error, "strerror", None) or "the file is not ASCII"
         raise NoAnswerError(f"{name} cannot be read: {why}") from error
     return _checked(token, name)
 
@@ -124,4 +135,4 @@ def _checked(token: str, name: str, *, allow_none: bool = False) -> str:
     sound = token.isascii() and token.isprintable() and " " not in token
     if sound and (token or allow_none):
         return token
-    raise NoAnswerError(f"{name} has no token, expected one line without spaces")
+    raise NoAnswerError(f"{name} has no valid token, expected one line without spaces")

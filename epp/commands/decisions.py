@@ -1,4 +1,4 @@
-"""`epp decisions`: what was decided from when to when, of the files that a picker keeps."""
+"""Implement `epp decisions`: list and sum up recorded decisions of a period."""
 
 import heapq
 import time
@@ -28,13 +28,16 @@ SHOWN: Final = 0
 NOTHING: Final = 1
 UNREADABLE: Final = 2
 EXPLAINED_MAX: Final = 5
-"""Requests that have one id, newest first."""
+"""Maximum number of requests explained for one id, newest first."""
 
 
 def show_decisions(
     flags: DecisionsFlags, out: TextIO, err: TextIO, clock: Callable[[], Seconds] = time.time
 ) -> int:
-    """Exit code: 0 there are some, 1 there are none, 2 the files cannot be read."""
+    """Print decisions and refusals of a period.
+
+    Return the exit code: 0 if there are some, 1 if there are none, 2 if the files cannot be read.
+    """
     wanted = Wanted(endpoint=flags.endpoint, model=flags.model, refused=flags.refused)
     now_s = clock()
     newest: list[tuple[float, int, PastDecision | PastRefusal]] = []
@@ -65,14 +68,17 @@ def _stretch(flags: DecisionsFlags, now_s: float) -> Stretch:
     stretch = Stretch(moment_of(flags.since, now_s), moment_of(flags.until, now_s))
     if stretch.since_s >= stretch.until_s:
         raise HistoryError(
-            f"--since is {iso(stretch.since_s)[:19]} UTC, expected a moment before "
+            f"--since is {iso(stretch.since_s)[:19]} UTC, expected a time before "
             f"{iso(stretch.until_s)[:19]} UTC"
         )
     return stretch
 
 
 def explain_past(folder: str, request_id: str, endpoint: str, now_s: Seconds) -> list[Row]:
-    """Rows of a request in all that is kept, newest first. Raises `HistoryError`."""
+    """Return explained rows of a request from all recorded decisions, newest first.
+
+    Raises `HistoryError` if the files cannot be read.
+    """
     wanted = Wanted(request_id=request_id)
     found: list[tuple[float, int, PastDecision | PastRefusal]] = []
     for number, past in enumerate(read_past(Path(folder), 0.0, now_s)):
@@ -83,7 +89,7 @@ def explain_past(folder: str, request_id: str, endpoint: str, now_s: Seconds) ->
 
 
 def row_of(past: PastDecision | PastRefusal, now_s: float, why_not: str = "") -> Row:
-    """As of `RecentDecisions`, without what the files do not have."""
+    """Return a row like those of `RecentDecisions`, without fields that the files lack."""
     if isinstance(past, PastRefusal):
         row = refused_row(past.told, past.states, at_s=past.at_s, why_not=why_not)
     else:
@@ -106,7 +112,7 @@ def _text(stretch: Stretch, shown: list[PastDecision | PastRefusal], lost: int) 
         f"{since} to {until} UTC: {sums['decided']} decisions, {sums['decided_per_s']:g}/s{refused}"
     ]
     if lost:
-        lines.append(f"{lost} records are missing: the queue was full or the disk failed")
+        lines.append(f"{lost} records are missing because the queue was full or the disk failed")
     rows = [{"endpoint": name} | in_words(row) for name, row in sums["endpoints"].items()]
     if len(rows) > 1:
         rows.append({"endpoint": "all"} | in_words(sums))

@@ -1,4 +1,4 @@
-"""`epp envoy-config`: an Envoy bootstrap for standalone use, printed or written."""
+"""Implement `epp envoy-config`: print or write an Envoy bootstrap for standalone use."""
 
 from pathlib import Path
 from typing import Final, TextIO
@@ -14,14 +14,14 @@ UNWRITABLE: Final = 1
 
 
 def envoy_config(flags: EnvoyFlags, out: TextIO, err: TextIO) -> int:
-    """Exit code: 0, or 1 where the file cannot be written.
+    """Print or write the bootstrap. Return 0, or 1 if the file cannot be written.
 
-    Raises `FlagError` for what no bootstrap can be made of.
+    Raises `FlagError` if the flags do not describe a valid bootstrap.
     """
     options = msgspec.structs.asdict(flags)
     file, timeout = options.pop("out"), options.pop("message_timeout")
     try:
-        # Field by field the same names; conversion checks them once more.
+        # The flags and the options have the same field names; `convert` validates the values again.
         text = render(
             msgspec.convert(options | {"message_timeout_s": float(timeout)}, BootstrapOptions)
         )

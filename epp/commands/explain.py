@@ -1,4 +1,4 @@
-"""`epp explain REQUEST_ID`: asks pickers why a request went where it went."""
+"""Implement `epp explain REQUEST_ID`: show why the picker routed a request to its endpoint."""
 
 import time
 from collections.abc import Iterable
@@ -22,7 +22,11 @@ _UNKNOWN: Final = 404
 
 
 def explain_request(flags: ExplainFlags, out: TextIO, err: TextIO) -> int:
-    """Exit code: 0 some picker knows the request, 1 none does, 2 one did not answer and none knows."""
+    """Request the decision from each picker and print the first answer.
+
+    Return the exit code: 0 if a picker knows the request, 1 if none does, 2 if a picker did not
+    answer and no other one knows the request.
+    """
     if flags.dir:
         return _explain_past(flags, out, err)
     accept = "application/json" if flags.json else "text/plain"
@@ -56,14 +60,14 @@ def explain_request(flags: ExplainFlags, out: TextIO, err: TextIO) -> int:
 
 
 def _explain_past(flags: ExplainFlags, out: TextIO, err: TextIO) -> int:
-    """Of files, without a picker."""
+    """Explain the request from recorded files, without a picker."""
     try:
         rows = explain_past(flags.dir, flags.request_id, flags.endpoint, time.time())
     except HistoryError as error:
         print(f"epp explain: {error}", file=err)
         return NO_ANSWER
     if not rows:
-        told = f"{flags.dir}: no request {flags.request_id} is kept there"
+        told = f"{flags.dir} contains no request {flags.request_id}"
         print(printable(told), file=err)
         return NOT_FOUND
     if flags.json:
@@ -74,5 +78,5 @@ def _explain_past(flags: ExplainFlags, out: TextIO, err: TextIO) -> int:
 
 
 def _shown(body: bytes) -> Iterable[str]:
-    """Its lines; whoever answers cannot steer the terminal."""
+    """Split a response into printable lines, so that it cannot control the terminal."""
     return map(printable, body.decode("utf-8", "replace").splitlines())

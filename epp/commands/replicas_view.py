@@ -1,4 +1,4 @@
-"""What several pickers tell of one pool, as if they were one."""
+"""Merge the live views of several pickers of one pool into one."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,12 +13,14 @@ T = TypeVar("T")
 
 
 def as_one(lives: Sequence[Live]) -> Live:
-    """Sums of at least one look, of different pickers.
+    """Merge at least one live view of different pickers.
 
-    An endpoint is as the picker with the freshest metrics says, but not ready, slow or failing if any
-    says so, and its KV events are as who hears them not says. In flight is the most that one of them
-    knows: pickers that share count each other's. The process is that whose loop is the latest, the
-    capture the sum of all.
+    The picker with the freshest metrics supplies an endpoint's figures. Four fields differ:
+
+    - An endpoint is not ready, slow or failing if any picker reports that.
+    - Its KV events have the worst state that any picker reports.
+    - Its requests in flight are the maximum, because pickers that share state count each other's.
+    - The process is the one with the greatest event-loop lag, and the capture is the sum of all.
     """
     newest = max(lives, key=lambda live: live.configuration.at_s)
     if len(lives) == 1:
@@ -65,7 +67,7 @@ def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def differences(lives: Sequence[Live]) -> str:
-    """What the pickers should have in common and have not, in a phrase; "": nothing."""
+    """Return a phrase about versions, configurations and pools that differ, or "" if none differ."""
     found = []
     for what, values in (
         ("versions", {live.version for live in lives}),
@@ -78,7 +80,7 @@ def differences(lives: Sequence[Live]) -> str:
 
 
 def _captures(told: Sequence[CaptureSnapshot]) -> CaptureSnapshot | None:
-    """Their sum; None: there is none."""
+    """Return the sum of all captures, or None if there are none."""
     if not told:
         return None
     dropped: Counter[str] = Counter()
@@ -94,14 +96,14 @@ def _captures(told: Sequence[CaptureSnapshot]) -> CaptureSnapshot | None:
 
 
 def _endpoint(told: Sequence[LiveEndpoint], decided: int, pickers: int) -> LiveEndpoint:
-    """One endpoint, as some of `pickers` tell of it."""
+    """Merge the views that some of `pickers` have of one endpoint."""
     freshest = min(told, key=lambda one: (one.metrics_age_s is None, one.metrics_age_s or 0.0))
     against = sorted((one for one in told if one.reason), key=lambda one: one.since)
     if against:
         worst = against[0]
         reason = worst.reason
         if len(against) < pickers:
-            reason += f"; {len(against)} of {pickers} pickers say so"
+            reason += f"; {len(against)} of {pickers} pickers report this"
     else:
         worst, reason = freshest, ""
     heard = [one for one in told if one.kv_events is not None] or [freshest]
@@ -134,7 +136,7 @@ def _endpoint(told: Sequence[LiveEndpoint], decided: int, pickers: int) -> LiveE
 
 
 def _mean(shares: Iterable[tuple[float | None, int]]) -> float | None:
-    """Of shares of so many tokens; None: of none."""
+    """Return the mean of shares weighted by tokens, or None if no share is known."""
     known = [(share, tokens) for share, tokens in shares if share is not None]
     total = sum(tokens for _, tokens in known)
     return sum(share * tokens for share, tokens in known) / total if total else None

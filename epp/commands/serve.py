@@ -1,4 +1,4 @@
-"""`epp serve`: sets the process up, and serves until a signal ends it."""
+"""Implement `epp serve`: set up the process and serve until a signal ends it."""
 
 import asyncio
 import gc
@@ -18,15 +18,15 @@ from epp.shell.process.standard_error import StandardError
 from epp.shell.starting import StartError
 
 INTERRUPTED_DRAIN_S_MAX: Final = 30.0
-"""Whoever is at the keyboard waits no longer for streams to end, whatever `--drain-timeout` says."""
+"""Maximum drain time in seconds after Ctrl-C, even if `--drain-timeout` is longer."""
 
 _log = structlog.get_logger(__name__)
 
 
 def serve(flags: ServeFlags, out: TextIO, err: TextIO) -> int:
-    """Until SIGTERM or SIGINT, then drain. Exit code: 0 all went well, 1 it cannot start.
+    """Serve until SIGTERM or SIGINT, then drain.
 
-    Prints nothing: what there is to say goes to the log.
+    All messages are logged and nothing is printed. Return 0, or 1 if the picker cannot start.
     """
     configure_logging(flags.log_format.value, flags.log_level)
     standard_error = StandardError()
@@ -52,13 +52,14 @@ def serve(flags: ServeFlags, out: TextIO, err: TextIO) -> int:
 async def until_signal(
     picker: EndpointPicker, interrupted_max_s: Seconds = INTERRUPTED_DRAIN_S_MAX
 ) -> None:
-    """Serve until a signal ends it."""
+    """Serve until a signal ends the process."""
     stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def received(number: int) -> None:
-        # The first signal drains, a second one does not wait for it. Nor does a Ctrl-C that no
-        # gateway would notice; after SIGTERM one may still be sent here by what it was told before.
+        # The first signal starts the drain and a second one cuts it short. Ctrl-C without a
+        # connected gateway also cuts it short. After SIGTERM a gateway may still send requests for
+        # a while.
         if stop.is_set() or (number == signal.SIGINT and not picker.has_gateway):
             hurry.set()
         elif number == signal.SIGINT:
@@ -67,9 +68,11 @@ async def until_signal(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, received, number)
-    # Its default would end the picker without a drain. Who sends it wants files to be read again,
-    # as other servers do at this signal; ours are read whenever they change.
+    # The default action of SIGHUP would end the picker without a drain. Operators send SIGHUP to
+    # make servers read their files again; the picker does that whenever a file changes.
     loop.add_signal_handler(
-        signal.SIGHUP, _log.warning, "SIGHUP is ignored: files are read again when they change"
+        signal.SIGHUP,
+        _log.warning,
+        "SIGHUP is ignored: files are read again when they change",
     )
     await picker.serve(stop, hurry)

@@ -1,4 +1,4 @@
-"""`epp top`: looks at pickers again and again, in a terminal."""
+"""Implement `epp top`: show the live state of pickers in a terminal."""
 
 import ipaddress
 import time
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class _Peer(msgspec.Struct):
-    """What is read of a row of the page of peers."""
+    """The part of a row of `/debug/peers` that is needed."""
 
     address: str
 
@@ -43,7 +43,10 @@ _decode_peers: Final = msgspec.json.Decoder(_Peers).decode
 
 
 def watch(flags: TopFlags, out: TextIO, err: TextIO) -> int:
-    """Until Ctrl-C, or once. Exit code: 0, or 2 if nobody answers at first."""
+    """Show the pickers' state until Ctrl-C, or once.
+
+    Return the exit code: 0, or 2 if no picker answers the first time.
+    """
     try:
         clients = _clients(flags)
         live, problem = look(clients)
@@ -68,16 +71,16 @@ def watch(flags: TopFlags, out: TextIO, err: TextIO) -> int:
                 try:
                     live, problem = look(clients)
                 except NoAnswerError as error:
-                    problem = f"what follows is old: {error}"
+                    problem = f"the figures below are old: {error}"
     except KeyboardInterrupt:
         return DONE
 
 
 def look(clients: Sequence[DebugClient]) -> tuple[Live, str]:
-    """What the pickers tell, and who does not or differs, in a sentence; "": all is well.
+    """Return the merged view of the pickers and a sentence about problems, or "" if there are none.
 
-    All are asked at once, so that it takes no longer than the slowest. Raises `NoAnswerError` if
-    nobody answers.
+    All pickers are requested concurrently, so the slowest one determines the time. Raises
+    `NoAnswerError` if no picker answers.
     """
     lives: list[Live] = []
     missing: list[NoAnswerError] = []
@@ -100,25 +103,28 @@ def look(clients: Sequence[DebugClient]) -> tuple[Live, str]:
 
 
 def _clients(flags: TopFlags) -> list[DebugClient]:
-    """The pickers to ask. Raises `NoAnswerError` for what is no address, and for too many."""
+    """Return a client for each picker. Raises `NoAnswerError` for invalid or too many addresses."""
     token = read_token(flags.token_file)
     urls = dict.fromkeys(flags.url)
     if flags.with_peers:
         first = DebugClient(flags.url[0], token)
         urls |= dict.fromkeys(first.at(address) for address in _peers(first))
     if len(urls) > PICKERS_MAX:
-        raise NoAnswerError(f"{len(urls)} pickers are too many to ask, at most {PICKERS_MAX}")
+        raise NoAnswerError(f"{len(urls)} pickers are too many, expected at most {PICKERS_MAX}")
     return [DebugClient(url, token) for url in urls]
 
 
 def _peers(client: DebugClient) -> list[str]:
-    """IP addresses of the replicas that a picker shares with. Raises `NoAnswerError`."""
+    """Return the IP addresses of the replicas that a picker shares state with.
+
+    Raises `NoAnswerError` if they are unknown.
+    """
     rows = _asked(client, _PEERS_PATH, _decode_peers).peers
     hosts = [host_of(row.address) for row in rows]
     try:
         return [str(ipaddress.ip_address(host)) for host in hosts]
     except ValueError as error:
-        sentence = "knows its peers, and not their addresses: give those of all with --url"
+        sentence = "does not know the addresses of its peers: list all replicas with --url"
         raise NoAnswerError(f"{client.url} {sentence}") from error
 
 
@@ -127,7 +133,7 @@ def _look(client: DebugClient) -> Live:
 
 
 def _asked(client: DebugClient, path: str, decode: Callable[[bytes], T]) -> T:
-    """What a picker tells. Raises `NoAnswerError`."""
+    """Return the decoded page of a picker. Raises `NoAnswerError`."""
     status, body = client.get(path, accept="application/json")
     if status != _OK:
         hint = ": give --token-file or HOMING_DEBUG_TOKEN" if status == 401 else ""
@@ -135,5 +141,5 @@ def _asked(client: DebugClient, path: str, decode: Callable[[bytes], T]) -> T:
     try:
         return decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        place = f"{client.url}{path} answers with what this version does not understand"
+        place = f"this version does not understand the answer of {client.url}{path}"
         raise NoAnswerError(misfit(place, error, None)) from error

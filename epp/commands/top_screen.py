@@ -1,4 +1,4 @@
-"""What `epp top` draws: one look at a picker as text for a terminal of 80 columns and more."""
+"""Draw the screen of `epp top` for a terminal of at least 80 columns."""
 
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -15,36 +15,40 @@ from epp.shell.printable import printable
 COLUMNS_MIN: Final = 80
 _NAME_COLUMNS_MIN: Final = 13
 _POD_COLUMNS: Final = 67
-"""Of a row of the table of pods beside the name."""
+"""Columns of a row in the table of pods, without the name."""
 _STATE_COLUMNS: Final = 13
 _DECISION_COLUMNS: Final = 66
-"""Of the line of a decision beside the names of its two endpoints."""
+"""Columns of a decision's line, without the names of its two endpoints."""
 _REQUEST_COLUMNS: Final = 38
 _TTFT_FROM_COLUMNS: Final = 90
 _TTFT_COLUMNS: Final = 6
 _EVENTS_FROM_COLUMNS: Final = 102
 _EVENTS_COLUMNS: Final = 11
 _LATE_S: Final = 0.02
-"""On average: requests wait as long."""
+"""Mean event-loop lag in seconds from which it is shown in red."""
 _WIDE_COLUMNS: Final = 120
-"""From so many on there is room for the names of requests."""
+"""Terminal width from which decisions show the request id."""
 _FAILED_FROM: Final = 400
 _BAR_COLUMNS: Final = 16
 _OTHER_LINES: Final = 16
-"""Of the screen beside pods and decisions."""
+"""Lines of the screen that are neither pods nor decisions."""
 _DECISIONS_MAX: Final = 8
 _PODS_MIN: Final = 4
 _REASONS_MAX: Final = 4
-"""Endpoints of which it is told why they are not ready."""
+"""Maximum number of endpoints whose reason for not being ready is shown."""
 _COLOURS: Final = ("blue", "yellow", "green", "magenta", "cyan", "white")
-"""Of scorers, in their order; they are told apart by name too."""
+"""Colours of scorers, in their order; names distinguish them too."""
 _FULL: Final = 0.9
 _UNHEARD: Final = frozenset({"none", "stale", "silent"})
-"""Of KV events: what the endpoint holds is not told."""
+"""States of KV events in which the cached blocks of the endpoint are unknown."""
 
 
 def top_screen(live: Live, *, columns: int, lines: int | None, problem: str = "") -> RenderableType:
-    """`lines` of the terminal, None: as many as there is to show. `problem`: what is wrong with `live`."""
+    """Draw `live` for a terminal of the given size.
+
+    `lines` is None if the output may have any length. `problem` is a sentence about the view, or
+    "".
+    """
     columns = max(columns, COLUMNS_MIN)
     reasons = min(sum(bool(one.reason) for one in live.endpoints), _REASONS_MAX + 1)
     others = _OTHER_LINES + _DECISIONS_MAX + reasons + any(map(_is_unheard, live.endpoints))
@@ -84,7 +88,7 @@ def _head(live: Live) -> Text:
 
 
 def _picker(live: Live) -> Iterable[Text]:
-    """The process itself, and what its capture lost."""
+    """Yield a line about the picker's process and one about lost records of its capture."""
     process, capture = live.process, live.capture
     line = Text(no_wrap=True, overflow="ellipsis")
     if process is not None:
@@ -143,7 +147,7 @@ def _pods(live: Live, columns: int, room: int | None) -> RenderableType:
 
 
 def _events(one: LiveEndpoint) -> Text:
-    """How its KV events are heard; "partly": not all that it holds is known."""
+    """Return the state of the KV events; "partly" means that some cached blocks are unknown."""
     told = printable(one.kv_events or "-")
     return Text("partly" if told == "live, incomplete" else told, "red" if _is_unheard(one) else "")
 
@@ -153,12 +157,12 @@ def _is_unheard(one: LiveEndpoint) -> bool:
 
 
 def _unheard(live: Live) -> Iterable[Text]:
-    """Whose KV events are not heard: how many, and why one is not."""
+    """Yield a line with the number of endpoints without KV events and the reason of one of them."""
     unheard = [one for one in live.endpoints if _is_unheard(one)]
     if unheard:
         first = next((one for one in unheard if one.kv_events_problem), unheard[0])
         line = Text(no_wrap=True, overflow="ellipsis")
-        line.append(f"KV events of {len(unheard)} not heard", "red")
+        line.append(f"KV events missing from {len(unheard)}", "red")
         line.append(
             f": {_tail(first.name, _NAME_COLUMNS_MIN * 2)} {printable(first.kv_events or '')}"
         )
@@ -168,7 +172,7 @@ def _unheard(live: Live) -> Iterable[Text]:
 
 
 def _reasons(live: Live) -> Iterable[Text]:
-    """Why those that are not simply ready are not, and since when; the newest first."""
+    """Yield the reasons of endpoints that are not ready or are outliers, newest first."""
     told = sorted((one for one in live.endpoints if one.reason), key=lambda one: one.since)
     for one in told[: -_REASONS_MAX - 1 : -1]:
         line = Text(no_wrap=True, overflow="ellipsis")
@@ -191,14 +195,14 @@ def _pod(one: LiveEndpoint, name_columns: int) -> Iterable[Text]:
     yield Text(_count(one.inflight_requests))
     yield Text(_share(usage), "red" if usage is not None and usage > _FULL else "")
     yield Text(_share(one.predicted_hits))
-    # Where no answer told, the engine's counters do.
+    # Responses report cache hits only for some engines; the engine's counters are the fallback.
     yield Text(_share(one.engine_hits if one.actual_hits is None else one.actual_hits))
     yield Text(_count(one.failed), "red" if one.failed else "")
     yield Text("never" if one.metrics_age_s is None else f"{one.metrics_age_s:.1f}s")
 
 
 def _state(one: LiveEndpoint) -> str:
-    """Of one that is ready, what speaks against it."""
+    """Return the standing of an endpoint, or its outlier status if it is ready."""
     if one.state != "ready" or one.outlier is None:
         return one.state
     if one.ejected:
@@ -207,7 +211,7 @@ def _state(one: LiveEndpoint) -> str:
 
 
 def _legend(live: Live, columns: int) -> Iterable[Text]:
-    """The colours of scorers, in as many lines as they need."""
+    """Yield the legend of scorers' colours, on as many lines as needed."""
     line = Text("decisions", "bold")
     for at, (name, weight) in enumerate(live.configuration.weights.items()):
         told = f"{_scorer(name)} x{weight:g}"
@@ -231,7 +235,7 @@ def _decisions(live: Live, columns: int) -> Iterable[Text]:
             line.append(f"refused {one.status} {printable(one.refused or '')}", "red")
         else:
             _choose(line, one, one.score, scorers, name_columns)
-        # `epp explain` needs the whole of it.
+        # `epp explain` needs the whole request id, so it is shown completely or not at all.
         name = f"  {printable(one.request_id)}"
         if line.cell_len + cell_len(name) <= columns:
             line.append(name, "dim")
@@ -255,7 +259,7 @@ def _choose(
     line.append_text(_bar(score, most, scorers))
     if one.served_by is not None or (one.status or 0) >= _FAILED_FROM:
         status = "" if one.status is None else f"  {one.status}"
-        went = "" if one.served_by is None else f"  went to {printable(one.served_by)}"
+        went = "" if one.served_by is None else f"  served by {printable(one.served_by)}"
         line.append(f"{status}{went}", "red")
     elif next_best is None:
         line.append("  the only one")
@@ -266,14 +270,17 @@ def _choose(
 
 
 def _sum(score: LiveScore) -> str:
-    """In the unit of a cost, where there is one: by scores one bad endpoint makes all others alike."""
+    """Format a cost with its unit, or a total score if there is no cost.
+
+    Costs are preferred because one bad endpoint compresses the scores of all others.
+    """
     if score.cost is None:
         return f"{score.total:.3g}"
     return f"{score.cost:.2g}{printable(score.unit)[:2]}"
 
 
 def _bar(score: LiveScore, most: float, scorers: Sequence[str]) -> Text:
-    """Pieces by scorer; together as long as the sum is of the greatest."""
+    """Draw one piece per scorer; the length of the bar is relative to the greatest total."""
     bar = Text()
     so_far, drawn = 0.0, 0
     for name, part in score.parts.items():
@@ -304,12 +311,12 @@ def _configuration(live: Live) -> Iterable[Text]:
 
 
 def _scorer(name: str) -> str:
-    """Without what all of them are."""
+    """Return the scorer's name without the common suffix."""
     return printable(name).removesuffix("-scorer")
 
 
 def _tail(name: str, columns: int) -> str:
-    """Without its namespace; of a long name the end, by which pods of a set differ."""
+    """Return the name without namespace; a long name keeps its end, where pods of a set differ."""
     short = printable(name).rpartition("/")[2]
     return short if len(short) <= columns else f"…{short[len(short) - columns + 1 :]}"
 

@@ -108,7 +108,7 @@ def test_without_a_change_one_is_asked_for(tmp_path):
     asked = ChangesFlags(dir=str(tmp_path))
     out, err = io.StringIO(), io.StringIO()
     assert show_changes(asked, out, err, clock=keeping.clock) == 1
-    assert "give --at" in err.getvalue()
+    assert "give a time with --at" in err.getvalue()
     keeping.clock.now_s += 60.0
     again = Keeping(tmp_path, keeping.clock)
     again.changes.apply(1, "b" * 64, "config.yaml", (), {})

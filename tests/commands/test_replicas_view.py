@@ -46,7 +46,7 @@ def test_who_says_that_an_endpoint_is_bad_is_heard():
     well = live_endpoint(1, metrics_age_s=0.1, waiting=7.0, inflight_requests=9)
     (one,) = as_one([live(endpoints=[bad]), live(endpoints=[well])]).endpoints
     assert one.state == "unreachable"
-    assert one.reason == "no answer; 1 of 2 pickers say so"
+    assert one.reason == "no answer; 1 of 2 pickers report this"
     assert (one.waiting, one.inflight_requests) == (7.0, 9)
 
 

@@ -83,7 +83,7 @@ def test_a_terminal_shows_the_picker_until_ctrl_c():
         first = terminal.seen
         asked = len(server.asked)
         server.answer_with(answer("503 Service Unavailable"))
-        terminal.until(b"what follows is old")
+        terminal.until(b"the figures below are old")
         assert len(server.asked) > asked
         terminal.process.send_signal(signal.SIGINT)
         terminal.until(LEAVE)
@@ -173,11 +173,11 @@ def test_a_broker_tells_no_addresses(capsys):
     rows = {"peers": [{"address": "through valkey:6379"}]}
     with Server(answer(body=json.dumps(rows).encode())) as server:
         assert main(["top", "--once", "--with-peers", "--url", server.url]) == 2
-    assert "give those of all with --url" in capsys.readouterr().err
+    assert "list all replicas with --url" in capsys.readouterr().err
 
 
 def test_more_pickers_than_can_be_asked_are_refused(capsys):
     """Each would be a thread."""
     urls = ",".join(f"http://127.0.0.1:{port}" for port in range(1, 40))
     assert main(["top", "--once", "--url", urls]) == 2
-    assert "39 pickers are too many to ask, at most 32" in capsys.readouterr().err
+    assert "39 pickers are too many, expected at most 32" in capsys.readouterr().err

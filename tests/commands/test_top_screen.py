@@ -130,7 +130,7 @@ def test_the_bar_of_a_decision_is_made_of_its_scorers():
     assert "a tie" in line
     alone = live_decision(runner_up=None, decided_by=[], status=503, served_by="10.0.0.9:8000")
     line = line_of(drawn(live(decisions=[alone])), "12:00:01")
-    assert line.endswith("  503  went to 10.0.0.9:8000")
+    assert line.endswith("  503  served by 10.0.0.9:8000")
     alone = live_decision(runner_up=None, decided_by=[])
     assert line_of(drawn(live(decisions=[alone])), "12:00:01").endswith("  the only one")
 
@@ -278,7 +278,7 @@ def test_how_kv_events_are_heard_has_a_column_where_there_is_room():
     told = [line_of(lines, f"x{number}k2p").split()[-1] for number in (1, 2, 4)]
     assert told == ["live", "partly", "none"]
     for columns in (80, 102):
-        line = line_of(drawn(live(endpoints=pods), columns=columns), "KV events of 2 not heard")
+        line = line_of(drawn(live(endpoints=pods), columns=columns), "KV events missing from 2")
         assert "stale, 5557 closed" in line
     assert "events" not in "".join(drawn(live(endpoints=pods[:2]), columns=80))
     assert "events" not in "".join(drawn(live(endpoints=[live_endpoint(1)]), columns=120))

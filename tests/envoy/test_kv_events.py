@@ -163,7 +163,7 @@ class Rig(Struct):
     async def is_said(
         self, name: str, state: str, problem: str = "", within_s: float = WITHIN_S
     ) -> None:
-        """Both pickers say so of a pod, within seconds."""
+        """Both pickers report this of a pod, within seconds."""
         for picker in self.pickers:
             said: dict[str, tuple[str, str]] = {}
 

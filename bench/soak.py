@@ -193,7 +193,7 @@ class Soak:
     def _refused_endpoints(self) -> int:
         """Return how often the picker's log says that it rejected the endpoints file."""
         log = self.place.folder / "epp.log"
-        return log.read_text().count("endpoints refused")
+        return log.read_text().count("endpoints rejected")
 
     async def weigh(self) -> None:
         self.resident.append((time.monotonic(), self.place.resident_bytes()))

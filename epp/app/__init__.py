@@ -1,1 +1,1 @@
-"""Composition root of `epp serve`: what is built, when it is ready, and how it is reconfigured."""
+"""Composition root of `epp serve`: construction, readiness and reconfiguration of the picker."""

@@ -1,4 +1,7 @@
-"""Whether gateways are told to send requests: once endpoints are known, asked, and peers heard."""
+"""Decide when the picker is ready for requests from gateways.
+
+The picker is ready once endpoints are known, each was scraped once, and peers are connected.
+"""
 
 import time
 from typing import TYPE_CHECKING, Final
@@ -15,11 +18,11 @@ if TYPE_CHECKING:
     from epp.shell.kubernetes.cluster import Cluster
 
 FIRST_PASS_S_MAX: Final = 10.0
-"""Endpoints that do not answer keep the picker from being ready no longer than this."""
+"""Maximum time in seconds that endpoints without an answer delay readiness."""
 
 
 class Readiness:
-    """Tells health and gateway whenever `update` finds it changed."""
+    """The readiness of the picker. `update` reports it to the health service and the gateway."""
 
     def __init__(
         self,
@@ -41,10 +44,10 @@ class Readiness:
         self._gateway = gateway
         self._known_since_s: Seconds | None = None
         self.scraped = False
-        """The first pass over the endpoints is done, or has taken long enough."""
+        """True once the first scrape of all endpoints is complete or `FIRST_PASS_S_MAX` has passed."""
 
     def update(self) -> None:
-        """Something that it depends on may have changed."""
+        """Determine the readiness again after a change of something it depends on."""
         known = self._cluster is None or self._cluster.ready
         if known and self._known_since_s is None:
             self._known_since_s = time.monotonic()
@@ -55,14 +58,15 @@ class Readiness:
         self._gateway.stand_by(stands_by)
 
     def asked(self) -> None:
-        """An endpoint was scraped, be it in vain."""
+        """Update the readiness after a scrape of an endpoint, successful or not."""
         if not self.scraped:
             self.update()
 
     def _first_pass_done(self) -> bool:
-        """Whether every endpoint was asked once and somebody can serve, or `FIRST_PASS_S_MAX` passed.
+        """Return True if every endpoint was scraped once and one is ready, or the time limit
+        passed.
 
-        Once it is done it stays so: later endpoints join a picker that serves.
+        The result stays True, because later endpoints join a picker that is already serving.
         """
         if self.scraped or self._known_since_s is None:
             return self.scraped

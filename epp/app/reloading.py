@@ -1,7 +1,8 @@
-"""How something else comes into force while the picker serves; what is no good leaves what was.
+"""Apply a new configuration, new endpoints or new keys while the picker serves.
 
-A configuration comes from its file or its ConfigMap, keys of session tokens from theirs, and how old
-metrics may be depends on how many endpoints there are: each of them ends in `Reloading._decide_by`.
+A configuration comes from its file or its ConfigMap, and keys of session tokens from their file.
+The number of endpoints determines the allowed age of metrics. Each change ends in
+`Reloading._decide_by`. An invalid change leaves the previous state in force.
 """
 
 import time
@@ -39,13 +40,13 @@ if TYPE_CHECKING:
     from epp.shell.kubernetes.cluster import Cluster
 
 INTERVAL_CHANGE_MIN: Final = 0.1
-"""By what share the interval between scrapes changes before its limits are set anew."""
+"""Relative change of the scrape interval from which the limits derived from it are updated."""
 
 _log = structlog.get_logger(__name__)
 
 
 class Concerned(Struct, frozen=True, kw_only=True):
-    """Who works by what is in force."""
+    """Components that are updated when configuration or endpoints change."""
 
     scheduler: Scheduler
     sessions: Sessions
@@ -62,7 +63,7 @@ class Concerned(Struct, frozen=True, kw_only=True):
 
 
 class Reloading:
-    """What is in force of configuration and endpoints, and what replaces it."""
+    """The configuration and endpoints in force, and the operations that replace them."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class Reloading:
         self._found = Found()
 
     def start(self, found: Found, settings: SchedulerSettings, seed: int) -> None:
-        """The picker starts with `found` and decides by `settings`."""
+        """Start with the endpoints in `found` and decide by `settings`."""
         self._replace(found)
         self._count_configured(settings)
         if self._sources.kept_config.in_force:
@@ -95,15 +96,19 @@ class Reloading:
         )
 
     def file_changed(self, content: bytes) -> None:
-        """`--config-file` has other `content`."""
+        """Apply new `content` of `--config-file`."""
         if self._cluster is not None:
-            # It knows whether the file or the watched ConfigMap counts.
+            # The cluster knows whether the file or the watched ConfigMap is in force.
             self._cluster.config.file_changed(content)
         else:
             self.config_changed(content, self._flags.config_file)
 
     def config_changed(self, content: bytes, told_by: str) -> None:
-        """The configuration is now `content`, of the file or the ConfigMap `told_by`."""
+        """Apply the configuration in `content`, read from the file or ConfigMap `told_by`.
+
+        If it is invalid or a plugin fails, the problem is logged and the last valid one stays in
+        force.
+        """
         told = self._concerned
         try:
             offer = self._live.read(content, told_by, len(self._found.endpoints))
@@ -113,12 +118,14 @@ class Reloading:
             restarted = self._decide_by(offer, len(self._found.endpoints))
         except ConfigError as error:
             for problem in error.problems:
-                _log.error("configuration refused, the last good one stays", problem=problem)
+                _log.error(
+                    "configuration rejected, the last valid one stays in force", problem=problem
+                )
             self._refuse("; ".join(error.problems))
             return
         except BaseException:  # noqa: BLE001  the boundary of a reload: an installed plugin may fail
-            _log.exception("configuration not applied, the last good one stays")
-            self._refuse("a plugin failed while it was applied")
+            _log.exception("configuration not applied, the last valid one stays in force")
+            self._refuse("a plugin failed while the configuration was applied")
             return
         self._sources.kept_config.keep(content)
         told.tokens.accept(tokens)
@@ -129,22 +136,22 @@ class Reloading:
         self._count_configured(offer.settings, offer.changes)
         self._tell_kept()
         _log.info(
-            "configured anew",
+            "configuration replaced",
             hash=self._live.hash,
             generation=self._live.generation,
             changes=list(offer.changes),
             indexes_started_anew=list(restarted),
         )
-        what = "; ".join(offer.changes) or "no change in effect"
+        what = "; ".join(offer.changes) or "no effective change"
         self._tell(applied=True, message=f"generation {self._live.generation}: {what}")
 
     def endpoints_changed(self, content: bytes) -> None:
-        """`--endpoints-file` has other `content`."""
+        """Apply new `content` of `--endpoints-file`; if it is invalid, the old endpoints stay."""
         try:
             found = load_endpoints(content, self._flags.endpoints_file)
         except EndpointsFileError as error:
             for problem in error.problems:
-                _log.error("endpoints refused, the last good ones stay", problem=problem)
+                _log.error("endpoints rejected, the last valid ones stay in force", problem=problem)
             return
         self.take(found)
         self._sources.kept_endpoints.keep(content)
@@ -152,16 +159,16 @@ class Reloading:
         _log.info("endpoints replaced", endpoints=len(found.endpoints))
 
     def keys_changed(self, keys: Keys) -> None:
-        """Session tokens are signed with other `keys`."""
+        """Sign session tokens with new `keys`."""
         self._live.sign_with(keys)
         self._decide_by_what_is_in_force(len(self._found.endpoints))
 
     def take(self, found: Found) -> None:
-        """The file or the API server told of other endpoints, objectives or rewrites."""
+        """Apply endpoints, objectives or rewrites that the file or the API server reported."""
         interval_s = self._flags.refresh_interval_s
         before_s = interval_s(len(self._found.endpoints))
         if abs(interval_s(len(found.endpoints)) - before_s) > INTERVAL_CHANGE_MIN * before_s:
-            # How old metrics may be depends on how often they can be read.
+            # The allowed age of metrics depends on the scrape interval.
             self._decide_by_what_is_in_force(len(found.endpoints))
         self._replace(found)
 
@@ -169,9 +176,9 @@ class Reloading:
         self._decide_by(self._live.current(endpoints), endpoints)
 
     def _decide_by(self, offer: Offer, endpoints: int) -> Sequence[str]:
-        """Decide by `offer` in a pool of so many `endpoints`; the indexes that started anew.
+        """Apply `offer` in a pool of `endpoints`; return the names of the indexes that were reset.
 
-        What it raises leaves what was in force.
+        If it raises, the previous settings stay in force.
         """
         settings = settings_of(offer)
         scheduler, capture = self._concerned.scheduler, self._concerned.capture
@@ -182,7 +189,7 @@ class Reloading:
         return restarted
 
     def _replace(self, found: Found) -> None:
-        """The pool is now `found`, scraped where the configuration says."""
+        """Replace the pool by `found` and scrape its endpoints where the configuration says."""
         told = self._concerned
         self._found = found
         endpoints = scraped_from(found.endpoints, self._live.config.metrics.source)
@@ -219,7 +226,7 @@ class Reloading:
 
 
 def settings_of(offer: Offer) -> SchedulerSettings:
-    """What decides by `offer`; its warnings are logged."""
+    """Return the settings of `offer` and log its warnings."""
     for warning in offer.warnings:
         _log.warning(warning)
     return offer.settings

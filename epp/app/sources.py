@@ -1,4 +1,4 @@
-"""What files tell the picker: read at start, where a problem is fatal, and watched from then on."""
+"""Read the picker's files at start, where a problem is fatal, and watch them afterwards."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Sources:
-    """The files of configuration, endpoints and session keys, and their last good copies."""
+    """The files of configuration, endpoints and session keys, with their last-good copies."""
 
     def __init__(
         self,
@@ -36,7 +36,10 @@ class Sources:
         on_keys: Callable[[Keys], None],
         on_not_kept: Callable[[str], None],
     ) -> None:
-        """`on_not_kept` is told which copy could not be written. Raises `StartError`."""
+        """`on_not_kept` is called with the name of a copy that could not be written.
+
+        Raises `StartError` if a file cannot be read.
+        """
         self._flags = flags
         self._config = FileWatcher(
             Path(flags.config_file), on_config, _report_file, bytes_max=CONFIG_MAX_BYTES
@@ -50,12 +53,15 @@ class Sources:
         self.kept_endpoints = copy_of("endpoints")
         self._keys = SessionKeys(flags.session_token_key_file, on_keys)
 
-    # At start a problem of the configuration or the endpoints is fatal, unless a copy was kept.
+    # A problem of the configuration or the endpoints is fatal at start unless a copy exists.
 
     def configuration(
         self, memory: MemoryPlan, started: Callable[[bytes], None]
     ) -> LiveConfiguration:
-        """What is in force at start; `started` is told what the file has. Raises `StartError`."""
+        """Return the configuration in force at start. Raises `StartError`.
+
+        `started` is called with the content of the file.
+        """
         flags = self._flags
 
         def read() -> bytes:
@@ -71,7 +77,10 @@ class Sources:
         return self.kept_config.start(read, made) if flags.config_file else made(None)
 
     def endpoints(self) -> Found:
-        """What the endpoints file has at start; nothing without one. Raises `StartError`."""
+        """Return the endpoints of the file at start, or nothing without a file.
+
+        Raises `StartError`.
+        """
         name = self._flags.endpoints_file
         if not name:
             return Found()
@@ -81,7 +90,7 @@ class Sources:
         )
 
     def loops(self) -> dict[str, Loop]:
-        """What watches the files that are given, by the name of its task."""
+        """Return the loops that watch the given files, by the name of their task."""
         loops: dict[str, Loop] = {}
         if self._flags.endpoints_file:
             loops["endpoints"] = self._endpoints.run
@@ -96,7 +105,7 @@ class Sources:
 
 
 def or_start_error(make: Callable[[], T]) -> T:
-    """What `make` makes; at the start a problem of what it reads is fatal."""
+    """Return the result of `make`, turning its configuration errors into `StartError`."""
     try:
         return make()
     except (ConfigError, EndpointsFileError) as error:
@@ -104,4 +113,4 @@ def or_start_error(make: Callable[[], T]) -> T:
 
 
 def _report_file(problem: str) -> None:
-    _log.error("a watched file cannot be read, its last content stays in force", problem=problem)
+    _log.error("watched file cannot be read, its last content stays in force", problem=problem)

@@ -1,4 +1,4 @@
-"""Builds everything that serves, in order, by hand, and owns every task."""
+"""Build all components of the server in order, and own every task."""
 
 import asyncio
 import contextlib
@@ -89,13 +89,13 @@ _log = structlog.get_logger(__name__)
 
 
 class EndpointPicker:
-    """One picker process. `serve` runs it; `scheduler` is what it decides with."""
+    """One picker process. `serve` runs it, and `scheduler` makes its decisions."""
 
     def __init__(self, flags: ServeFlags) -> None:
-        """Read the configuration and the endpoints. Raises `StartError`."""
+        """Read the configuration and the endpoints and build all components. Raises `StartError`."""
         self.flags = flags
         seed = secrets.randbits(32) if flags.seed is None else flags.seed
-        # Lambdas reach what is made after who calls it.
+        # Lambdas refer to components that are created after the component that calls them.
         self._supervisor = Supervisor(
             lambda task, ends: self.telemetry.task_ended(task, ends),
             lambda: self.readiness.update(),
@@ -190,7 +190,7 @@ class EndpointPicker:
             interval_s=flags.refresh_interval_s,
             idle_oldest_s=self._oldest_metrics_s if flags.adaptive_scraping else None,
             busy=self._has_work,
-            # Two tries before metrics are stale.
+            # Two attempts fit into the time until metrics are stale.
             backoff_s_max=min(BACKOFF_S_MAX, flags.metrics_staleness_threshold / 2),
             supervisor=self._supervisor,
             trust=or_start_error(lambda: trust_of(self.live.config.metrics.source)),
@@ -285,9 +285,9 @@ class EndpointPicker:
         self.reloading.start(found, settings, seed)
 
     async def serve(self, stop: asyncio.Event, hurry: asyncio.Event | None = None) -> None:
-        """Serve until `stop` is set, then drain; `hurry` cuts the drain short.
+        """Serve until `stop` is set, then drain; `hurry` shortens the drain.
 
-        Raises `StartError` when a port cannot be had or the certificate cannot be used.
+        Raises `StartError` if a port is unavailable or the certificate is invalid.
         """
         flags = self.flags
         async with contextlib.AsyncExitStack() as opened:
@@ -335,9 +335,9 @@ class EndpointPicker:
                     self._cluster.retire()
                 await self._gateway.drain(hurry or asyncio.Event())
                 if self._cluster is not None:
-                    # Cut off, the next leader would wait for the Lease to run out.
+                    # If this were cancelled, the next leader would wait until the Lease expires.
                     await self._cluster.retired()
-                # What waits is written with the rest.
+                # Decisions that are still queued are written before the tasks end.
                 self._recent.fold()
                 for task in owned:
                     task.cancel()
@@ -345,12 +345,12 @@ class EndpointPicker:
 
     @property
     def has_gateway(self) -> bool:
-        """Whether a gateway is connected, as far as can be known."""
+        """True if a gateway is connected, as far as the transport reports it."""
         return self._gateway.has_gateway
 
     def _start(self, tasks: asyncio.TaskGroup) -> "list[asyncio.Task[None]]":
-        """Everything that runs beside the server, looked after."""
-        # Without these no request and no connection is bounded in time any more.
+        """Start every supervised task that runs beside the server."""
+        # Without these loops the time limits of requests and connections are not enforced.
         essential = self._gateway.loops()
         return [
             tasks.create_task(
@@ -360,7 +360,7 @@ class EndpointPicker:
         ]
 
     def _loops(self) -> dict[str, Loop]:
-        """What runs beside the gateway's own, by the name of its task."""
+        """Return the loops beside the gateway's own, by the name of their task."""
         loops: dict[str, Loop] = {
             "tick": self._tick,
             "loop lag": self._process.lag.run,
@@ -401,12 +401,12 @@ class EndpointPicker:
                 report()
 
     def _reports(self) -> list[Callable[[], None]]:
-        """What tells the log about once a second, if there is anything."""
+        """Return the functions that write to the log about once a second if there is news."""
         reports = [
             FailingPluginsLog(self.scheduler.failures).report,
             FailingPluginsLog(
                 self.scheduler.shadow_failures,
-                "a plugin of the shadow profile fails, no request is routed by it",
+                "plugin of the shadow profile failed; it routes no requests",
             ).report,
             OutliersLog(self.scheduler).report,
             lambda: self._states.look(time.monotonic()),
@@ -416,11 +416,11 @@ class EndpointPicker:
         return reports
 
     def _could_not(self, event: str, error: Exception) -> None:
-        """As of the observation, which is made after those that tell it this."""
+        """Forward a failure to the observation, which is created after its callers."""
         self.observation.could_not(event, error)
 
     def _observation(self, *told: Any, **more: Any) -> Observation:
-        """The observer; where tracing is on, one that tells a tracer besides."""
+        """Return the observer; with tracing it also creates spans."""
         if self._tracer is None:
             return Observation(*told, **more)
         from epp.shell.operators.traces.tracing import TracedObservation  # noqa: PLC0415
@@ -432,7 +432,7 @@ class EndpointPicker:
             self._cluster.config.started(content)
 
     def _open_cluster(self, seed: int) -> "Cluster":
-        # Imported where it is needed: it takes 0.4 s and 18 MB.
+        # The import takes 0.4 s and 18 MB, so it is done only in Kubernetes.
         from epp.shell.kubernetes.cluster import Cluster  # noqa: PLC0415
 
         return Cluster(
@@ -458,9 +458,9 @@ class EndpointPicker:
         return scheduler
 
     def _open_exchange(self) -> tuple[PeerExchange, Identity]:
-        """What is told among replicas, and who we are there.
+        """Return the exchange of state between replicas and the identity of this one.
 
-        Where there are none, it keeps snapshots at the most. Raises `StartError`.
+        Without peers the exchange only keeps snapshots. Raises `StartError`.
         """
         flags = self.flags
         identity = peer_identity(flags.peer_secret_file if flags.meshes else "")
@@ -474,13 +474,13 @@ class EndpointPicker:
         return exchange, identity
 
     def _expect_peers(self) -> None:
-        """Replicas that decide and are not heard; those that stand by decide nothing."""
+        """Tell the exchange how many replicas decide; with leader election only one does."""
         if self.flags.shares and not self.flags.ha_enable_leader_election:
             self.exchange.expect(
                 1 + max(self.flags.replicas_besides, self.peers.known), time.monotonic()
             )
 
-    # What others call back.
+    # Callbacks of other components.
 
     def _observe(self, endpoint: Endpoint, metrics: EndpointMetrics) -> None:
         slot = self.scheduler.pool.slot_of(endpoint)
@@ -501,7 +501,10 @@ class EndpointPicker:
         return oldest_metrics_s(self.scheduler.settings)
 
     def _has_work(self, endpoint: Endpoint) -> bool:
-        """As far as we know ourselves; one that waits for a good scrape must not wait for long."""
+        """Return True if this picker knows of requests on the endpoint, or it is saturated.
+
+        A saturated endpoint becomes usable after its next good scrape, so that scrape must be soon.
+        """
         slot = self.scheduler.pool.slot_of(endpoint)
         if slot is None:
             return False
@@ -561,8 +564,8 @@ class EndpointPicker:
 
 
 def _open_tracer(flags: ServeFlags) -> "Tracer | None":
-    """What makes spans and exports them; None: the environment forbids it."""
-    # Imported where they are needed: they take 12 MB and a fifth of a second.
+    """Return the tracer with its exporter, or None if the environment disables tracing."""
+    # The imports take 12 MB and 0.2 s, so they are done only with `--tracing`.
     try:
         from epp.shell.operators.traces.otlp import OtelVariableError, open_export  # noqa: PLC0415
         from epp.shell.operators.traces.tracing import Tracer  # noqa: PLC0415
@@ -575,7 +578,9 @@ def _open_tracer(flags: ServeFlags) -> "Tracer | None":
             return Tracer(export, instance=flags.instance, namespace=flags.own_namespace)
     except OtelVariableError as error:
         raise StartError(f"--tracing: {error}") from error
-    _log.warning("--tracing has no effect: OTEL_SDK_DISABLED or OTEL_TRACES_EXPORTER forbids it")
+    _log.warning(
+        "--tracing has no effect because OTEL_SDK_DISABLED or OTEL_TRACES_EXPORTER disables it"
+    )
     return None
 
 

@@ -446,8 +446,8 @@ async def test_new_weights_decide_without_forgetting_anything(tmp_path):
         assert entries > 0
 
         replace(path, QUEUE_FIRST)
-        await until(lambda: running.logged("configured anew"), "the new configuration")
-        (line,) = running.logged("configured anew")
+        await until(lambda: running.logged("configuration replaced"), "the new configuration")
+        (line,) = running.logged("configuration replaced")
         assert line["changes"] == [
             "scorer prefix-cache-scorer: weight 3 -> 1",
             "scorer queue-scorer: weight 1 -> 3",
@@ -467,7 +467,7 @@ async def test_new_weights_decide_without_forgetting_anything(tmp_path):
         )
         problems = [
             line["problem"]
-            for line in running.logged("configuration refused, the last good one stays")
+            for line in running.logged("configuration rejected, the last valid one stays in force")
         ]
         assert len(problems) >= 2, "all of them at once"
         assert all(problem.startswith(str(path)) for problem in problems)
@@ -478,7 +478,7 @@ async def test_new_weights_decide_without_forgetting_anything(tmp_path):
 
         replace(path, PREFIX_FIRST)
         await until(lambda: running.metric("config_last_reload_successful") == 1, "the mended one")
-        assert len(running.logged("configured anew")) == 2
+        assert len(running.logged("configuration replaced")) == 2
 
 
 async def test_the_symlink_swap_of_the_kubelet_is_a_reload(tmp_path):
@@ -493,7 +493,7 @@ async def test_the_symlink_swap_of_the_kubelet_is_a_reload(tmp_path):
         assert running.metric("scorer_weight", profile="default", scorer="queue-scorer") == 1
         (tmp_path / "..data_tmp").symlink_to("two")
         (tmp_path / "..data_tmp").replace(tmp_path / "..data")
-        await until(lambda: running.logged("configured anew"), "the new configuration")
+        await until(lambda: running.logged("configuration replaced"), "the new configuration")
         assert running.metric("scorer_weight", profile="default", scorer="queue-scorer") == 3
 
 
@@ -515,7 +515,7 @@ async def test_a_configuration_that_fails_to_apply_changes_nothing(kind, tmp_pat
 
         monkeypatch.setattr(running.scheduler, "take", broken)
         replace(tmp_path / "config.yaml", QUEUE_FIRST)
-        event = "configuration not applied, the last good one stays"
+        event = "configuration not applied, the last valid one stays in force"
         await until(lambda: running.logged(event), "the failure")
         assert running.metric("config_last_reload_successful") == 0
         assert running.metric("scorer_weight", profile="default", scorer="queue-scorer") == 1
@@ -523,7 +523,9 @@ async def test_a_configuration_that_fails_to_apply_changes_nothing(kind, tmp_pat
         assert await running.pick() == "10.0.0.1:8000"
         monkeypatch.undo()
         replace(tmp_path / "config.yaml", PREFIX_FIRST + "\n")
-        await until(lambda: running.logged("configured anew"), "the watcher to be there still")
+        await until(
+            lambda: running.logged("configuration replaced"), "the watcher to be there still"
+        )
 
 
 TOUCHY = """\
@@ -564,7 +566,7 @@ async def test_a_plugin_that_fails_in_service_costs_only_what_it_adds(
         for _ in range(5):
             assert await running.pick(x_secret="canary-of-a-client") == "10.0.0.1:8000"
         assert running.metric("plugin_errors_total", plugin="touchy-scorer") == 5
-        event = "a plugin fails, requests are routed without it"
+        event = "plugin failed, requests are routed without it"
         await until(lambda: running.logged(event), "the line")
         told = running.logged(event)
         assert sum(line["failures"] for line in told) == 5
@@ -597,7 +599,7 @@ async def test_a_document_whose_plugin_fails_is_refused_by_its_name(kind, tmp_pa
     said = f"config.yaml: plugins[0] (touchy-scorer): score raised {kind.__name__} at "
     async with serving(tmp_path, TWO, config=PREFIX_FIRST) as running:
         replace(tmp_path / "config.yaml", UNSOUND)
-        event = "configuration refused, the last good one stays"
+        event = "configuration rejected, the last valid one stays in force"
         await until(lambda: running.logged(event), "the refusal")
         (line,) = running.logged(event)
         assert said in line["problem"]
@@ -605,7 +607,9 @@ async def test_a_document_whose_plugin_fails_is_refused_by_its_name(kind, tmp_pa
         running.observe(a=0, b=10)
         assert await running.pick() == "10.0.0.1:8000"
         replace(tmp_path / "config.yaml", QUEUE_FIRST)
-        await until(lambda: running.logged("configured anew"), "the watcher to be there still")
+        await until(
+            lambda: running.logged("configuration replaced"), "the watcher to be there still"
+        )
     given, _ = arguments_for(tmp_path, TWO, UNSOUND)
     with pytest.raises(StartError) as error:
         EndpointPicker(parse_serve(given, {}))
@@ -708,7 +712,7 @@ async def test_the_endpoints_file_adds_removes_and_gives_priorities(tmp_path):
         assert await running.pick(x_gateway_inference_objective="unheard-of")
 
         replace(tmp_path / "endpoints.yaml", '{"endpoints": [{"name": "d"}, 7]}')
-        event = "endpoints refused, the last good ones stay"
+        event = "endpoints rejected, the last valid ones stay in force"
         await until(lambda: running.logged(event), "the refused endpoints")
         assert len(running.logged(event)) == 2, "all problems at once"
         assert len(running.scheduler.pool) == 2
@@ -724,7 +728,7 @@ async def test_a_missing_file_changes_nothing_and_is_logged(tmp_path):
     async with serving(tmp_path, TWO, config=PREFIX_FIRST) as running:
         (tmp_path / "config.yaml").unlink()
         (tmp_path / "endpoints.yaml").unlink()
-        event = "a watched file cannot be read, its last content stays in force"
+        event = "watched file cannot be read, its last content stays in force"
         await until(lambda: len(running.logged(event)) == 2, "both reports")
         running.observe(a=0, b=10)
         assert await running.pick() == "10.0.0.1:8000"
@@ -739,7 +743,7 @@ async def test_a_start_with_broken_files_goes_by_the_copies_that_were_kept(missi
     async with serving(tmp_path, TWO[:1], kept, config=PREFIX_FIRST) as running:
         replace(config, QUEUE_FIRST)
         write_endpoints(tmp_path, TWO)
-        await until(lambda: running.logged("configured anew"), "the new configuration")
+        await until(lambda: running.logged("configuration replaced"), "the new configuration")
         await until(lambda: running.logged("endpoints replaced"), "the new endpoints")
         texts = (QUEUE_FIRST.encode(), b'"10.0.0.2"')
         await until(
@@ -750,7 +754,7 @@ async def test_a_start_with_broken_files_goes_by_the_copies_that_were_kept(missi
             "both copies",
         )
 
-    broken = "the file is broken, its last good copy is in force until it is mended"
+    broken = "file is broken, its last-good copy is in force until the file is repaired"
     endpoints = tmp_path / "broken.yaml"
     if missing:
         config.unlink()
@@ -778,7 +782,7 @@ async def test_a_start_with_broken_files_goes_by_the_copies_that_were_kept(missi
         assert running.metric("last_good_in_force", file="configuration") == 1
         assert running.metric("config_reloads_total", result="failure") == 1
         replace(config, PREFIX_FIRST)
-        await until(lambda: running.logged("configured anew"), "the mended configuration")
+        await until(lambda: running.logged("configuration replaced"), "the mended configuration")
         assert running.metric("last_good_in_force", file="configuration") == 0
         assert running.metric("config_last_reload_successful") == 1
         await until(lambda: PREFIX_FIRST.encode() in copies[0].read_bytes(), "the copy")
@@ -1547,7 +1551,7 @@ async def test_a_capture_that_cannot_be_written_costs_no_request(tmp_path):
         for _ in range(3):
             assert await running.pick() in {"10.0.0.1:8000", "10.0.0.2:8000"}
         await until(lambda: running.metric("capture_write_errors_total"), "the error to be counted")
-        assert len(running.logged("the capture cannot be written, requests go on")) == 1
+        assert len(running.logged("capture cannot be written, requests continue")) == 1
 
 
 def test_without_a_capture_nobody_listens(tmp_path):

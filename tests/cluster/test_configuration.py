@@ -26,16 +26,16 @@ async def test_an_edit_counts_within_seconds_and_a_broken_one_is_named(node, tmp
         config = yaml.safe_load(text)
         config["schedulingProfiles"][0]["plugins"][0]["weight"] = 2
         put(yaml.safe_dump(config))
-        await space.until(lambda: told("configured anew"), 20, "the new weight to be in force")
+        await space.until(lambda: told("configuration replaced"), 20, "the new weight to be in force")
         put(text + "\nnonsense: true\n")
         await space.until(
-            lambda: told("configuration refused, the last good one stays"), 20, "the refusal"
+            lambda: told("configuration rejected, the last valid one stays in force"), 20, "the refusal"
         )
-        (refusal,) = told("configuration refused, the last good one stays")
-        print(refusal, told("configured anew"))
+        (refusal,) = told("configuration rejected, the last valid one stays in force")
+        print(refusal, told("configuration replaced"))
         page = space.metrics(picker)
         assert page["homing_config_last_reload_successful"] == 0
         assert f"ConfigMap {space.name}/{CONFIG_MAP}" in json.dumps(refusal)
         assert "/config/config.yaml" not in json.dumps(refusal)
         put(text)
-        await space.until(lambda: len(told("configured anew")) == 2, 20, "the old one again")
+        await space.until(lambda: len(told("configuration replaced")) == 2, 20, "the old one again")

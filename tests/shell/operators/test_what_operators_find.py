@@ -102,9 +102,9 @@ async def test_a_weight_that_is_wrong_explains_itself():
     (row,) = await told.recent.rows(1, Wanted(request_id="r-7"))
     text = explanation(row)
     name = first.endpoint.name
-    assert f"{name}: 100, of it prefix-cache-scorer 100 (9 of 9 blocks); runner-up" in text
-    assert ": 1, of it queue-scorer 1; prefix-cache-scorer decided" in text
-    assert f"{name} then: 90 waiting, 64 running, KV cache 98%" in text
+    assert f"{name}: 100, including prefix-cache-scorer 100 (9 of 9 blocks); runner-up" in text
+    assert ": 1, including queue-scorer 1; prefix-cache-scorer decided" in text
+    assert f"{name} at that time: 90 waiting, 64 running, KV cache 98%" in text
     assert "then: 0 waiting, 0 running" in text
 
 
@@ -117,7 +117,7 @@ async def test_a_misrouted_request_is_marked_where_one_looks():
     )
     told.scheduler.take(ServedBy(decision.lease, other.address), 1.0)
     told.recent.served(exchange_of(decision, served=other.address))
-    assert f"went to {other.address}" in "\n".join(await top(told))
+    assert f"served by {other.address}" in "\n".join(await top(told))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -137,7 +137,7 @@ async def test_a_running_picker_is_asked_from_a_terminal(transport, tmp_path, ca
         await until(lambda: not running.picker.ext_proc.open_streams, "the end of the stream")
         assert await asyncio.to_thread(main, ["explain", told["x-request-id"], url]) == 0
         shown = capsys.readouterr().out
-        assert f"went to {told['x-homing-endpoint']} at" in shown
+        assert f"routed to {told['x-homing-endpoint']} at" in shown
         assert "configuration generation 1" in shown
         assert "ended: 200" in shown
         assert await asyncio.to_thread(main, ["explain", "none", url]) == 1
@@ -152,7 +152,10 @@ async def test_a_running_picker_is_asked_from_a_terminal(transport, tmp_path, ca
         assert any("generation 2" in line for line in lines)
         assert any("queue-scorer" in line and "3" in line for line in lines), "what changed"
         replace(tmp_path / "config.yaml", "kind: nonsense")
-        await until(lambda: running.logged("configuration refused, the last good one stays"), "it")
+        await until(
+            lambda: running.logged("configuration rejected, the last valid one stays in force"),
+            "it",
+        )
 
 
 async def test_a_picker_that_is_to_keep_nothing_keeps_nothing(tmp_path, capsys):
@@ -162,7 +165,9 @@ async def test_a_picker_that_is_to_keep_nothing_keeps_nothing(tmp_path, capsys):
         await running.pick(x_request_id="r-1")
         url = f"--url=http://127.0.0.1:{running.picker.flags.metrics_port}"
         assert await asyncio.to_thread(main, ["explain", "r-1", url]) == 1
-        assert "no request r-1 was decided or refused here at all yet" in capsys.readouterr().err
+        assert (
+            "no request r-1 was decided or refused by this picker so far" in capsys.readouterr().err
+        )
         assert await asyncio.to_thread(main, ["top", "--once", url]) == 0
         assert "none yet" in capsys.readouterr().out
 

@@ -1,1 +1,1 @@
-"""Touches our own process: its memory, its garbage, its event loop and what it prints when it fails."""
+"""Manage the picker's own process: memory, garbage collection, event loop and standard error."""

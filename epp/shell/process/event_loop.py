@@ -1,4 +1,4 @@
-"""The event loop of the process, and how many files it may have open."""
+"""Select the event loop of the process and raise its limit of open files."""
 
 import asyncio
 import resource
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Makes uvloop's event loop; None, where it is not installed: asyncio's own."""
+    """Return a factory of uvloop's event loop, or None if uvloop is not installed."""
     try:
         from uvloop import new_event_loop  # noqa: PLC0415
     except ImportError:
@@ -15,6 +15,6 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def raise_open_files_limit() -> None:
-    """Allow as many open files as the hard limit: each endpoint's scrape keeps a connection."""
+    """Raise the limit of open files to the hard limit, because each scrape keeps a connection open."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,11 +1,11 @@
-"""Freeing soon what only the garbage collector frees.
+"""Free soon the memory that only the garbage collector can free.
 
-grpcio leaves a cycle of three objects behind each stream; of the ordinary course of a request ngh2
-leaves none, but what failed, was reset or has a traceback may. Python looks for such garbage when
-50,000 objects were added, minutes at 100 requests a second, and for what was in use at that instant
-much later: meanwhile memory is taken from the machine for what is long gone. What is there when the picker starts never becomes garbage, and the prefix index, the
-one thing that grows large, the collector does not look at: a look at all the rest takes less than
-a millisecond.
+grpcio leaves a cycle of three objects behind each stream. ngh2 leaves none in the ordinary course
+of a request, but a failed or reset one or a traceback may leave some. Python looks for such garbage
+after 50,000 new objects, which takes minutes at 100 requests a second. Objects in use at that time
+are examined much later, and their memory stays allocated until then. Objects that exist when the
+picker starts never become garbage. The collector does not examine the prefix index, the only
+structure that grows large. Examining everything else takes less than a millisecond.
 """
 
 import asyncio
@@ -18,29 +18,30 @@ from typing import Final
 from epp.core.types import Seconds
 
 GARBAGE_THRESHOLDS: Final = (50_000, 20, 20)
-"""The collector looks when so many objects were added. With Python's 700 it goes through each large
-body several times while it is decoded: 8 MB of small arrays, as many as are let in, take a fifth
-longer."""
+"""Thresholds of the collector: it runs after this number of new objects.
+
+Python's default of 700 makes it traverse each large body several times while it is decoded.
+Decoding 8 MB of small arrays, the maximum, then takes a fifth longer."""
 PAUSE_S: Final = 1.0
 WHOLE_PAUSE_S_MIN: Final = 10.0
 SHARE_MAX: Final = 1e-3
-"""Of the time of the loop, for looks at the whole: it stands still meanwhile."""
+"""Maximum share of the event loop's time for full collections, which block the loop."""
 _YOUNG: Final = 1
 _WHOLE: Final = 2
 """Generations of the collector."""
 
 
 def spare_what_is_there() -> None:
-    """The collector looks from now on only at what is added."""
+    """Exclude all existing objects from later garbage collections."""
     gc.collect()
     gc.freeze()
 
 
 class GarbageCollection:
-    """Looks for garbage by the clock.
+    """A periodic garbage collector.
 
-    Each second at what is new, which takes time in proportion to the traffic. Seldom at the whole:
-    the longer it takes the less often.
+    Each second it collects new objects, which takes time in proportion to the traffic. It rarely
+    collects everything: the longer a full collection takes, the less often it happens.
     """
 
     def __init__(
@@ -56,18 +57,19 @@ class GarbageCollection:
         self.looks_until_whole = 0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Collect periodically until cancelled."""
         while True:
             await asyncio.sleep(self._pause_s)
             self.look()
 
     def look(self) -> None:
-        """Free what is garbage of what is new, and if it is time, of the whole."""
+        """Collect new objects, and everything if a full collection is due."""
         self._collect(_YOUNG)
         self.looks_until_whole -= 1
         if self.looks_until_whole > 0:
             return
-        # After the young garbage has gone: to free that much more is no reason to wait longer.
+        # The young garbage is freed before the measurement, because its amount must not delay the
+        # next full collection.
         started_s = self._clock()
         self._collect(_WHOLE)
         took_s = self._clock() - started_s

@@ -1,10 +1,10 @@
-"""How late the event loop is: what a timer, and so a request, waits before anybody looks at it.
+"""Measure how late the event loop is, which is how long a timer or a request waits in it.
 
-A timer is due every `BEAT_S`. What it is late by is what waits when the process gets no CPU, is
-stopped, or is held by one long piece of work, and what no clock sees that begins to run with the
-first line of Python. A beat that is late stands for those that were missed: had they been on time,
-each would have waited so much less. So the mean of all is what a request waits that comes at any
-instant, and a loop that stands still for 250 of 350 ms does not look like one that is late once.
+A timer is due every `BEAT_S`. It is late if the process gets no CPU, is stopped, or is blocked by
+one long piece of work. A clock inside Python code cannot see these delays. A late beat also stands
+for the beats that were missed, each of which would have waited less by one period. The mean of all
+beats is therefore the mean wait of a request that arrives at a random time. A loop that blocks for
+250 of 350 ms thus differs from one that is late once.
 """
 
 import asyncio
@@ -19,32 +19,34 @@ from msgspec import Struct
 from epp.core.types import Seconds
 
 BEAT_S: Final = 0.02
-"""Fifty wake-ups a second take a thousandth of a core."""
+"""Interval of beats in seconds; fifty wake-ups a second use a thousandth of a core."""
 LATE_FROM_S: Final = 0.002
-"""Timers of uvloop and epoll count in milliseconds: less is not late."""
+"""Lag in seconds from which a beat is late; timers of uvloop and epoll have a resolution of 1 ms."""
 MISSED_MAX: Final = 10_000
-"""Beats that one late one stands for: 200 s of standing still."""
+"""Maximum number of missed beats that one late beat stands for: 200 s."""
 WINDOW_S: Final = 60
-"""Of `lately`, in whole seconds."""
+"""Length of the window of `lately` in whole seconds."""
 TURNS_AFTER: Final = 2
-"""Turns of the loop, after that of a late beat, until what came meanwhile is read: uvloop runs timers
-before it reads, and the second turn begins after that."""
+"""Number of loop turns after a late beat until everything that arrived meanwhile is read.
+
+uvloop runs timers before it reads, and the second turn begins after that."""
 BACKLOG_SHARE: Final = 0.1
-"""Of the time that the loop stood still: so long it takes to hand out what a thread kept for it."""
+"""Share of the blocked time that the loop needs to deliver what another thread queued meanwhile."""
 
 
 class Lateness(Struct, frozen=True, kw_only=True):
-    """Of the last `WINDOW_S`."""
+    """Event-loop lag within the last `WINDOW_S` seconds."""
 
     mean_s: Seconds = 0.0
-    """What waits, at an instant like any other."""
+    """Mean time that an event arriving at a random time waits."""
     most_s: Seconds = 0.0
 
 
 class LoopLag:
-    """Beats as long as `run` does. `told` gets how late each beat was, in seconds, missed ones too.
+    """A monitor of event-loop lag that beats while `run` is running.
 
-    `clock` is monotonic, and that of whoever asks `overdue_s`.
+    `told` is called with the lag of each beat in seconds, including missed beats. `clock` is
+    monotonic and must be the clock of the callers of `overdue_s`.
     """
 
     def __init__(
@@ -58,12 +60,12 @@ class LoopLag:
         self._late_since_s: Seconds = 0.0
         self._late_until_s: Seconds = -1.0
         self._turns = TURNS_AFTER
-        """Since the last late beat."""
+        """Loop turns since the last late beat."""
         self._counting = False
-        """The next turn of the loop is counted."""
+        """True if the next turn of the loop will be counted."""
         self._beating: asyncio.TimerHandle | None = None
         self._seconds: deque[tuple[Seconds, int, Seconds, Seconds]] = deque(maxlen=WINDOW_S)
-        """(when it began, beats, their sum, their greatest), of each second with a beat."""
+        """Start time, number of beats, total lag and maximum lag of each second with a beat."""
 
     async def run(self) -> None:
         """Beat until cancelled."""
@@ -76,15 +78,18 @@ class LoopLag:
                 self._beating.cancel()
 
     def overdue_s(self, now: Seconds) -> Seconds:
-        """For how long what the loop reads at `now` may have waited; 0.0: it looked in time."""
+        """Return how long data that the loop reads at `now` may have waited; 0.0 if the loop is on
+        time.
+        """
         late_s = now - self._due_s
         if late_s > LATE_FROM_S:
             return late_s
         return now - self._late_since_s if self._turns < TURNS_AFTER else 0.0
 
     def backlog_s(self, now: Seconds) -> Seconds:
-        """For how long, on average, what another thread keeps for the loop until `now` has waited;
-        0.0: the loop has not stood still lately.
+        """Return how long data queued by another thread has waited on average at `now`.
+
+        The result is 0.0 if the loop was not blocked recently.
         """
         stood_s = self._late_until_s - self._late_since_s
         if now - self._late_until_s <= BACKLOG_SHARE * stood_s:
@@ -104,7 +109,7 @@ class LoopLag:
         )
 
     def beat(self, now: Seconds) -> None:
-        """The beat that was due runs at `now`."""
+        """Process the due beat at `now`."""
         late_s = max(0.0, now - self._due_s)
         if late_s > LATE_FROM_S:
             self._late_since_s = self._due_s

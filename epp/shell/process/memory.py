@@ -1,8 +1,8 @@
-"""How much memory this process may use and does use, and giving back what it needs no more.
+"""Determine the memory limit and usage of this process, and return free memory to the system.
 
-The allocator keeps what is freed, for what comes next: after 66 clients had left half a gigabyte of
-bodies, all of it stayed with the process. `malloc_trim` of glibc gives it back, in 90 ms for half
-a gigabyte; another allocator has no such function, and nothing is done.
+The allocator keeps freed memory for later use. After 66 clients had left half a gigabyte of bodies,
+all of it stayed with the process. `malloc_trim` of glibc returns half a gigabyte in 90 ms. Other
+allocators lack this function, and nothing is done for them.
 """
 
 import asyncio
@@ -17,32 +17,35 @@ from epp.shell.process.pressure import MemoryPressure
 
 _CONTROL_GROUP: Final = Path("/sys/fs/cgroup")
 _LIMITS: Final = ("memory.max", "memory/memory.limit_in_bytes")
-"""Of version 2 and 1 of control groups; a container sees its own."""
+"""Files of control groups version 2 and 1; a container sees its own limit there."""
 _RESIDENT: Final = Path("/proc/self/statm")
 
 TRIM_FROM_BYTES: Final = 4 * 2**20
-"""What must have come on top since the last time before it is worth a look: to give back 4 MB of a
-process of 100 MB took 0.8 ms, and to find nothing 0.2 ms."""
+"""Growth of memory since the last trim from which another trim is worthwhile.
+
+Returning 4 MB of a process of 100 MB took 0.8 ms; finding nothing to return took 0.2 ms."""
 LARGE_BYTES: Final = 2**20
-"""Larger than nearly every prompt. Below it what is freed is kept for the next one, which is cheap;
-above it one hostile metrics page would leave 8 MB with the process."""
+"""Size of an allocation from which freed memory is returned to the system at once.
+
+Nearly every prompt is smaller, and keeping its memory for the next one saves time. Without this
+limit one hostile metrics page would leave 8 MB with the process."""
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8
-"""Of mallopt(3)."""
+"""Parameters of mallopt(3)."""
 POLL_S: Final = 2.0
 TRIM_AGAIN_S: Final = 10.0
-"""Under pressure there may be little to give back each time, and looking for it takes time."""
+"""Interval of trims under memory pressure: each takes time and may find little to return."""
 
 
 def memory_limit_bytes(control_group: Path = _CONTROL_GROUP) -> int:
-    """The least of what the container may use and what the machine has."""
+    """Return the smaller of the container's memory limit and the machine's memory, in bytes."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in _LIMITS:
         try:
             told = (control_group / name).read_text(encoding="ascii").strip()
         except OSError:
-            # The other version, or no control groups.
+            # This version of control groups is absent.
             continue
         if told.isdecimal():
             limits.append(int(told))
@@ -50,7 +53,7 @@ def memory_limit_bytes(control_group: Path = _CONTROL_GROUP) -> int:
 
 
 def resident_bytes() -> int:
-    """What this process holds of the machine's memory; 0 where the kernel does not tell."""
+    """Return the resident memory of this process in bytes, or 0 if the kernel does not report it."""
     try:
         pages = int(_RESIDENT.read_text(encoding="ascii").split()[1])
     except OSError:
@@ -59,7 +62,7 @@ def resident_bytes() -> int:
 
 
 def malloc_trim() -> Callable[[], None] | None:
-    """Gives memory that is free back to the machine; None: the allocator has no such function."""
+    """Return a function that returns free memory to the system, or None if the allocator has none."""
     try:
         function = ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError):
@@ -68,12 +71,12 @@ def malloc_trim() -> Callable[[], None] | None:
 
 
 def tune_allocator() -> None:
-    """Have the allocator return each block from `LARGE_BYTES` on as soon as it is freed, and let all
-    threads share one heap.
+    """Make the allocator return freed blocks of `LARGE_BYTES` or more and use one heap for all
+    threads.
 
-    glibc would learn to keep such blocks from the first one that it sees, and give each of the
-    threads of grpcio a heap of its own, with holes of its own: 8 MB were free that nobody could
-    use. No other allocator has the function, and none is known to need it.
+    By default glibc starts to keep such blocks after the first one. It also gives each thread of
+    grpcio its own heap, whose free memory others cannot use: 8 MB were lost that way. Other
+    allocators lack this function, and none is known to need it.
     """
     try:
         function = ctypes.CDLL(None).mallopt
@@ -81,16 +84,17 @@ def tune_allocator() -> None:
         return
     function(_M_ARENA_MAX, 1)
     function(_M_MMAP_THRESHOLD, LARGE_BYTES)
-    # As glibc sets the one by the other.
+    # glibc sets the trim threshold to twice the mmap threshold, too.
     function(_M_TRIM_THRESHOLD, 2 * LARGE_BYTES)
 
 
 class MemoryReturn:
-    """Gives memory back after a peak, in a thread: it takes time in proportion to the peak.
+    """A task that returns memory to the system after a peak.
 
-    `held_bytes()` is what is in use now of all that comes and goes in bulk, so that memory in use
-    is not taken for memory that is free. `pressed` is told when `pressure` has changed its mind;
-    as long as there is some, memory is given back whether or not there was a peak.
+    It works in a thread, because it takes time in proportion to the peak. `held_bytes()` returns
+    the bytes currently used by bodies and similar data, which are not free memory. `pressed` is
+    called when the level of `pressure` changes. Under pressure memory is returned even without a
+    peak.
     """
 
     def __init__(
@@ -111,24 +115,24 @@ class MemoryReturn:
         self._poll_s = poll_s
         self._looks_until_trim = 0
         self._settled_bytes = resident()
-        """What was left the last time, beside what was in use."""
+        """Resident bytes after the last trim, without the bytes then in use."""
 
     async def run(self) -> None:
-        """Look now and then, until cancelled."""
+        """Check memory periodically until cancelled."""
         while True:
             await asyncio.sleep(self._poll_s)
             await self.look()
             self.weigh()
 
     async def look(self) -> bool:
-        """Give back what is free if enough may be; whether that was done."""
+        """Return free memory to the system if enough may be free. Return True if that was done."""
         if self._trim is None:
             return False
         if self._is_time_under_pressure():
             await asyncio.to_thread(self._trim)
         beside_bytes = self._resident() - self._held_bytes()
         if beside_bytes < self._settled_bytes + TRIM_FROM_BYTES:
-            # What has shrunk by itself is the measure of the next peak.
+            # Memory that shrank by itself becomes the baseline of the next peak.
             self._settled_bytes = min(self._settled_bytes, beside_bytes)
             return False
         await asyncio.to_thread(self._trim)
@@ -136,7 +140,7 @@ class MemoryReturn:
         return True
 
     def weigh(self) -> None:
-        """Tell `pressed` if what the process holds calls for more or for less than before."""
+        """Call `pressed` if the resident memory changes the level of pressure."""
         if self._pressure is not None and self._pressure.look(self._resident()):
             self._pressed(self._pressure)
 

@@ -1,4 +1,4 @@
-"""What the picker's own process takes of its machine, and how late its loop is."""
+"""Measure CPU, memory and event-loop lag of the picker's own process."""
 
 import time
 from collections import deque
@@ -15,27 +15,27 @@ _LOOKED_S_MIN: Final = 1.0
 
 
 class ProcessSnapshot(Struct, frozen=True, kw_only=True):
-    """For a page of metrics."""
+    """CPU and memory of the process for a metrics page."""
 
     cpu_s: Seconds
-    """Of all threads, in user and kernel mode, since the process began."""
+    """CPU time of all threads in user and kernel mode since the process started."""
     resident_bytes: int
-    """0: the kernel does not tell."""
+    """Resident bytes, or 0 if the kernel does not report them."""
 
 
 class ProcessLately(Struct, frozen=True, kw_only=True):
-    """Of the last minute, for `epp top` and /live; memory is that of this instant."""
+    """CPU and lag of the last minute and current memory, for `epp top` and /live."""
 
     lag_mean_s: Seconds
-    """What waits at an instant like any other before the loop looks at it."""
+    """Mean time in seconds that an event arriving at a random time waits for the loop."""
     lag_most_s: Seconds
     cpu_cores: float | None
-    """None: it has been looked at for less than a second."""
+    """Mean CPU usage, or None if it has been measured for less than a second."""
     resident_bytes: int
 
 
 class OwnProcess:
-    """To be told the time about once a second by `look`."""
+    """A meter of the process. Call `look` about once a second."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class OwnProcess:
         self._resident = resident
         self._clock = clock
         self._looks: deque[tuple[Seconds, Seconds]] = deque([(clock(), cpu())], maxlen=WINDOW_S + 1)
-        """(instant, CPU time until then)."""
+        """Time and total CPU time of each sample."""
 
     def look(self) -> None:
-        """Note how much CPU time was taken until now."""
+        """Record the CPU time used until now."""
         self._looks.append((self._clock(), self._cpu()))
 
     def snapshot(self) -> ProcessSnapshot:

@@ -1,9 +1,9 @@
-"""What to give up as the process comes near its memory limit, and when to take it back. Pure.
+"""Decide what to give up when the process approaches its memory limit.
 
-First the prefix indexes shrink, step by step: a forgotten prefix costs an engine some computing.
-Then long bodies pass without being held and read: they are routed by load alone. Being killed would
-cost every request that is open, and all of the indexes. Each has a mark where it begins and a lower
-one where it ends, so that it does not begin and end with each look.
+First the prefix indexes shrink step by step; a forgotten prefix makes an engine compute it again.
+Then long bodies pass without being buffered and read, and are routed by load alone. Exceeding the
+limit would fail every open request and lose all indexes. Each measure starts at one threshold and
+ends at a lower one, so that it does not alternate. This module performs no I/O.
 """
 
 from typing import Final
@@ -15,16 +15,17 @@ BODIES_READ_BELOW: Final = 0.85
 INDEX_STEP: Final = 0.125
 INDEX_SHARE_MIN: Final = 0.125
 LONG_BODY_BYTES: Final = 64 * 1024
-"""From here on a body passes. Most chats are shorter, and cost little."""
+"""Size of a body in bytes from which it passes unread; most chats are shorter and use little
+memory."""
 
 
 class MemoryPressure:
-    """`look` at what the process holds now and then; the rest says what to do about it."""
+    """The state of memory pressure. Call `look` periodically with the resident memory."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes: Final = limit_bytes
         self.index_share = 1.0
-        """Of what the indexes may take without pressure."""
+        """Share of their normal memory that the indexes may use."""
         self.bodies_pass = False
 
     def __repr__(self) -> str:
@@ -32,11 +33,13 @@ class MemoryPressure:
 
     @property
     def level(self) -> int:
-        """0: none; 1: the indexes take less than they may; 2: long bodies pass too."""
+        """Level of pressure: 0 for none, 1 if the indexes are reduced, 2 if long bodies also pass
+        unread.
+        """
         return 2 if self.bodies_pass else int(self.index_share < 1.0)
 
     def look(self, resident_bytes: int) -> bool:
-        """The process holds `resident_bytes`; True: something changed."""
+        """Update the state for `resident_bytes`. Return True if it changed."""
         before = self.index_share, self.bodies_pass
         used = resident_bytes / self.limit_bytes
         if used > INDEX_SHRINKS_FROM:

@@ -1,7 +1,7 @@
-"""What Python and libraries would print on standard error, as lines of our own log.
+"""Log what Python and libraries would print on standard error.
 
-Log records of other libraries, warnings, and exceptions that nobody handled: each is one line in
-the format that is set, without local variables and without a text that may quote a request.
+Log records of other libraries, warnings and unhandled exceptions become one log line each, in the
+configured format. A line contains no local variables and no text that may quote a request.
 """
 
 import asyncio
@@ -26,14 +26,17 @@ _log = structlog.get_logger(__name__)
 
 
 class StandardError(logging.Handler):
-    """`take_over` once for the process, `task_failed` as the exception handler of each loop."""
+    """A log handler for other libraries.
+
+    Call `take_over` once per process. Set `task_failed` as the exception handler of each loop.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._limit = PerSecond(LINES_PER_SECOND_MAX)
 
     def take_over(self) -> None:
-        """From now on nothing but a crash of the interpreter itself prints there."""
+        """Redirect everything except a crash of the interpreter to the log."""
         logging.getLogger().addHandler(self)
         warnings.showwarning = self._warned
         sys.excepthook = self._ended
@@ -41,17 +44,17 @@ class StandardError(logging.Handler):
         sys.unraisablehook = self._unraisable
 
     def task_failed(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Of what the loop tells only the name of the task: the rest quotes arguments."""
+        """Log a failed task by its name only, because the rest of the context quotes arguments."""
         task = context.get("task") or context.get("future")
         name = task.get_name() if isinstance(task, asyncio.Task) else ""
         error = context.get("exception")
-        self._say(logging.ERROR, "a task or callback failed", task=name, exc_info=error)
+        self._say(logging.ERROR, "task or callback failed", task=name, exc_info=error)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """What another library logs."""
+        """Log the record of another library."""
         self._say(
             logging.ERROR if record.levelno >= logging.ERROR else logging.WARNING,
-            "a library logged a problem",
+            "library reported a problem",
             library=record.name,
             place=f"{record.pathname}:{record.lineno}",
             text=_template(record),
@@ -72,22 +75,22 @@ class StandardError(logging.Handler):
         line: str | None = None,
     ) -> None:
         place = f"{filename}:{lineno}"
-        self._say(logging.WARNING, "a warning", kind=category.__name__, place=place)
+        self._say(logging.WARNING, "Python warning", kind=category.__name__, place=place)
 
     def _ended(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        _log.critical("ended by an exception", exc_info=(kind, error, traceback))
+        _log.critical("process ended by an exception", exc_info=(kind, error, traceback))
 
     def _thread_failed(self, told: threading.ExceptHookArgs) -> None:
-        self._say(logging.ERROR, "a thread failed", exc_info=told.exc_value)
+        self._say(logging.ERROR, "thread failed", exc_info=told.exc_value)
 
     def _unraisable(self, told: "sys.UnraisableHookArgs") -> None:
-        self._say(logging.ERROR, "a finalizer failed", exc_info=told.exc_value)
+        self._say(logging.ERROR, "finalizer failed", exc_info=told.exc_value)
 
 
 def _template(record: logging.LogRecord) -> str:
-    """The text without its arguments; "" if it was put together before it was logged."""
+    """Return the text without its arguments, or "" if it was formatted before it was logged."""
     frame = inspect.currentframe()
     while frame is not None:
         if is_literal(record.msg, frame.f_code):

@@ -1,8 +1,8 @@
-"""An exception -> what a log shows of it: types and places, and no data.
+"""Convert an exception to a log entry with types and places, but without data.
 
-Local variables are never shown. Neither is the text of an exception: `KeyError`, `ValueError` and
-whatever a plugin raises quote what they were given, and that may be a prompt or a header. A text
-stays where it stands literally in the code that raised it, or is the system's for an error number.
+Local variables are never shown. Neither is most text of exceptions: `KeyError`, `ValueError` and
+plugins' exceptions quote their input, which may be a prompt or a header. A text is shown if it is a
+literal in the code that raised it, or the system's text of an error number.
 """
 
 import errno
@@ -16,13 +16,13 @@ from typing import Any, Final, TextIO
 from structlog.typing import ExcInfo
 
 EXCEPTIONS_MAX: Final = 8
-"""Of causes, contexts and members of groups together."""
+"""Maximum number of exceptions shown, counting causes, contexts and members of groups."""
 FRAMES_MAX: Final = 30
-"""Of each, the innermost."""
+"""Maximum number of frames shown per exception, the innermost ones."""
 
 
 def as_data(exc_info: ExcInfo) -> list[dict[str, Any]]:
-    """The exception, what it came from and what is in it, the outermost first."""
+    """Return the exception, its causes and its members, starting with the outermost."""
     return [
         {
             "how": how,
@@ -38,7 +38,7 @@ def as_data(exc_info: ExcInfo) -> list[dict[str, Any]]:
 
 
 def as_lines(out: TextIO, exc_info: ExcInfo) -> None:
-    """The same for people, each exception and each frame on a line of its own."""
+    """Write the same entry for people, with one line per exception and frame."""
     for how, error, frames in _chain(exc_info[1]):
         text = _text(error, frames)
         out.write(f"\n{how} {type(error).__name__}{': ' if text else ''}{text}")
@@ -48,7 +48,7 @@ def as_lines(out: TextIO, exc_info: ExcInfo) -> None:
 
 
 def is_literal(text: object, code: CodeType) -> bool:
-    """Whether `text` stands in `code` as it is: then it quotes nobody."""
+    """Return True if `text` is a literal in `code` and thus quotes no input."""
     return isinstance(text, str) and any(
         type(constant) is str and constant == text for constant in code.co_consts
     )

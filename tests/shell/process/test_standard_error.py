@@ -33,19 +33,19 @@ def on_loop(main):
 CASES = {
     "a library's record": (
         "logging.getLogger('aiohttp.server').error('Error of %s', SECRET)",
-        {"event": "a library logged a problem", "library": "aiohttp.server", "text": "Error of %s"},
+        {"event": "library reported a problem", "library": "aiohttp.server", "text": "Error of %s"},
     ),
     "a record that was put together before": (
         "logging.getLogger('asyncio').error(f'Task {SECRET}')",
-        {"event": "a library logged a problem", "library": "asyncio", "text": ""},
+        {"event": "library reported a problem", "library": "asyncio", "text": ""},
     ),
     "a record with an exception": (
         "try: fail()\nexcept ValueError: logging.getLogger('grpc').exception('it failed')",
-        {"event": "a library logged a problem", "level": "error", "text": "it failed"},
+        {"event": "library reported a problem", "level": "error", "text": "it failed"},
     ),
     "a warning": (
         "warnings.warn(f'odd: {SECRET}')",
-        {"event": "a warning", "level": "warning", "kind": "UserWarning"},
+        {"event": "Python warning", "level": "warning", "kind": "UserWarning"},
     ),
     "a callback": (
         """\
@@ -54,7 +54,7 @@ async def main():
     await asyncio.sleep(0)
 on_loop(main)
 """,
-        {"event": "a task or callback failed"},
+        {"event": "task or callback failed"},
     ),
     "a task that nobody awaited": (
         """\
@@ -66,17 +66,20 @@ async def main():
 on_loop(main)
 gc.collect()
 """,
-        {"event": "a task or callback failed", "task": "scrape a"},
+        {"event": "task or callback failed", "task": "scrape a"},
     ),
     "a thread": (
         "at = threading.Thread(target=fail, args=(SECRET,)); at.start(); at.join()",
-        {"event": "a thread failed", "level": "error"},
+        {"event": "thread failed", "level": "error"},
     ),
     "a finalizer": (
         "class Bad:\n    def __del__(self): fail()\nBad(); gc.collect()",
-        {"event": "a finalizer failed", "level": "error"},
+        {"event": "finalizer failed", "level": "error"},
     ),
-    "the end of the process": ("fail()", {"event": "ended by an exception", "level": "critical"}),
+    "the end of the process": (
+        "fail()",
+        {"event": "process ended by an exception", "level": "critical"},
+    ),
 }
 
 

@@ -1,1 +1,1 @@
-"""Touches files: watches the configuration and the endpoints."""
+"""Read, watch and write files: configuration, endpoints, keys and segments of records."""

@@ -1,13 +1,14 @@
-"""The endpoints file: discovery without Kubernetes. Pure: bytes -> endpoints and objectives.
+"""Parse the endpoints file, which replaces discovery in Kubernetes.
 
     endpoints:
     - {name: pod-0, address: 10.0.0.7, port: 8000, labels: {app: llama}}
     - {name: pod-1, address: "fd00::8", port: 8000, metrics: {port: 9000, path: /m, scheme: https}}
     objectives: {interactive: 10, batch: -1}
 
-YAML or JSON. An endpoint's metrics are at `/metrics` of its serving port unless said otherwise;
-`metrics: null` or `false`: it serves none. Files of llm-d's `file-discovery` are read too: they
-write ports as text, and a name is unique within its `namespace`.
+The file is YAML or JSON. The default for an endpoint's metrics is `/metrics` of its serving port;
+`metrics: null` or `false` means that it serves none. Files of llm-d's `file-discovery` are accepted
+too: they contain ports as text, and a name is unique within its `namespace`. This module performs
+no I/O.
 """
 
 from ipaddress import ip_address
@@ -23,13 +24,16 @@ from epp.core.types import Endpoint, MetricsTarget
 from epp.shell.found import Found
 
 READY_AFTER_S: Final = 5.0
-"""An endpoint that serves no metrics is ready this long after it joined (design section 4)."""
+"""Seconds after which an endpoint without metrics is ready (design section 4)."""
 _PORT: Final = Annotated[int, Meta(ge=1, le=65535)]
 _Name = Annotated[str, Meta(min_length=1, max_length=253)]
 
 
 class EndpointsFileError(ValueError):
-    """The file is not used. `problems`: one sentence each, with file and path."""
+    """The endpoints file is invalid.
+
+    `problems` has one sentence for each problem, with file and path.
+    """
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))
@@ -61,9 +65,9 @@ class _Document(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load_endpoints(text: bytes, source: str) -> Found:
-    """Read the text of an endpoints file; `source` is how errors call the file.
+    """Parse the text of an endpoints file; `source` is the name of the file in errors.
 
-    Raises `EndpointsFileError` with every problem there is, so that one look mends them all.
+    Raises `EndpointsFileError` with all problems of the file at once.
     """
     try:
         document = msgspec.convert(_parse(text), _Document)
@@ -82,7 +86,10 @@ def load_endpoints(text: bytes, source: str) -> Found:
         for kind, key in (("name", endpoint.endpoint_id), ("address", endpoint.address)):
             first = seen.setdefault((kind, key), path)
             if first != path:
-                problems.append(f"{source}: {path}: {key} is already {first}, expected it once")
+                problems.append(
+                    f"{source}: {path}: {key} is already {first}; names and addresses must be "
+                    "unique"
+                )
         endpoints.append(endpoint)
     if problems:
         raise EndpointsFileError(problems)
@@ -91,7 +98,7 @@ def load_endpoints(text: bytes, source: str) -> Found:
 
 def _parse(text: bytes) -> Any:
     try:
-        # JSON is read as such first: YAML refuses its tabs, and is a hundred times slower.
+        # JSON is tried first, because YAML rejects its tabs and is a hundred times slower.
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
@@ -108,11 +115,11 @@ def _parse(text: bytes) -> Any:
 
 
 def _decode(kind: type[_Port], value: Any) -> _Port:
-    """What msgspec does not know of an entry."""
+    """Convert a type that msgspec does not know."""
     try:
         return kind(msgspec.convert(value, _PORT, strict=False))
     except msgspec.ValidationError as problem:
-        # msgspec adds the path to this one alone.
+        # msgspec adds the path of the value only to a `ValueError`.
         raise ValueError(str(problem)) from None
 
 
@@ -141,7 +148,7 @@ def _endpoint(entry: _Entry) -> Endpoint:
 
 
 def _sentence(source: str, path: str, problem: Exception, kind: type[Struct]) -> str:
-    """The file, the place in it, and what is wrong there with a `kind`."""
+    """Return an error sentence with the file, the place in it and the problem."""
     inner, what = place_and_sentence(str(problem), kind)
     where = (path + inner).lstrip(".")
     return f"{source}: {where}: {what}" if where else f"{source}: {what}"

@@ -1,12 +1,12 @@
-"""Copies of watched files as they last came into force, for a start at which a file is broken.
+"""Keep copies of watched files that came into force, for a start with a broken file.
 
-A running picker keeps what is in force when its configuration or endpoints file breaks; one that
-starts anew has nothing to keep. So each content that came into force is written beside, in a
-directory of the operator's choice, and a start falls back on it. A directory belongs to one picker
-or to replicas of one: who shares it shares the copies.
+If its configuration or endpoints file breaks, a running picker continues with the last valid
+content. A picker that starts has no such content. Therefore each content that came into force is
+copied to a configurable directory, and a start falls back on the copy. A directory belongs to one
+picker or to replicas of one; replicas that share it share the copies.
 
-A copy is its SHA-256 and the content. Whoever finds another sum ignores the copy: it is the rest of
-a node that crashed, or of two that wrote at once, or somebody edited it.
+A copy consists of its SHA-256 and the content. A copy with another checksum is ignored: a node
+crashed, two processes wrote at once, or it was edited.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from epp.core.types import Seconds
 from epp.shell.starting import StartError
 
 COPY_MAX_BYTES: Final = 4 * 1024 * 1024
-"""As much as is read of a watched file."""
+"""Maximum size of a copy in bytes, equal to the limit of a watched file."""
 _HEAD: Final = "sha256:{}\n"
 _HEAD_BYTES: Final = len(_HEAD.format("0" * 64))
 
@@ -33,7 +33,10 @@ _log = structlog.get_logger(__name__)
 
 
 class LastGood:
-    """The copy of one file. `start` reads the file or else the copy, `keep` what came into force."""
+    """The last-good copy of one file.
+
+    `start` reads the file or else the copy. `keep` stores content that came into force.
+    """
 
     def __init__(
         self,
@@ -43,11 +46,11 @@ class LastGood:
         *,
         retry_s: Seconds = 60.0,
     ) -> None:
-        """`folder` "": nothing is kept. `on_failure` is called for each write that failed."""
+        """An empty `folder` disables copies. `on_failure` is called for each failed write."""
         self.name = name
-        """What the copy is called, and the file in metrics and log."""
+        """Name of the copy, and of the file in metrics and logs."""
         self.in_force = False
-        """Whether the copy is what the picker runs by."""
+        """True if the picker runs with the copy."""
         self._path = Path(folder, name) if folder else None
         self._on_failure = on_failure
         self._retry_s = retry_s
@@ -56,9 +59,9 @@ class LastGood:
         self._problem: str | None = None
 
     def start(self, read: Callable[[], bytes], make: Callable[[bytes], T]) -> T:
-        """What `make` makes of the file that `read` reads, or else of the copy.
+        """Return the result of `make` for the file that `read` reads, or else for the copy.
 
-        Raises the `StartError` that the file gave if the copy gives none or another.
+        If the copy is missing or invalid, raises the `StartError` of the file.
         """
         try:
             content = read()
@@ -69,22 +72,22 @@ class LastGood:
         return made
 
     def keep(self, content: bytes) -> None:
-        """`content` of the file came into force; `run` writes it."""
+        """Schedule `content`, which came into force, to be written by `run`."""
         self.in_force = False
         if self._path is not None:
             self._pending = content
             self._due.set()
 
     async def run(self) -> None:
-        """Write what came into force, until cancelled; what cannot be written is tried again."""
+        """Write content that came into force, until cancelled. Failed writes are retried."""
         while self._path is not None:
             await self._due.wait()
             self._due.clear()
-            # In a thread: a volume that hangs must not hold the loop.
+            # A thread writes the copy, because a volume that hangs must not block the event loop.
             try:
                 problem = await asyncio.to_thread(_write, self._path, self._pending)
             except BaseException:
-                # Whoever starts this anew finds what is still to be written.
+                # A restarted task must find the content that is still to be written.
                 self._due.set()
                 raise
             if problem is None:
@@ -93,7 +96,7 @@ class LastGood:
             self._on_failure()
             if problem != self._problem:
                 self._problem = problem
-                _log.error("the last good copy is not kept", file=self.name, problem=problem)
+                _log.error("last-good copy not written", file=self.name, problem=problem)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._due.wait(), self._retry_s)
             self._due.set()
@@ -105,11 +108,11 @@ class LastGood:
             made = make(_read(self._path))
         except StartError as unfit:
             problems = str(unfit).splitlines()
-            _log.error("the last good copy cannot be used", file=self.name, problems=problems)
+            _log.error("last-good copy cannot be used", file=self.name, problems=problems)
             raise error from unfit
         self.in_force = True
         _log.warning(
-            "the file is broken, its last good copy is in force until it is mended",
+            "file is broken, its last-good copy is in force until the file is repaired",
             file=self.name,
             copy=str(self._path),
             problems=str(error).splitlines(),
@@ -118,7 +121,7 @@ class LastGood:
 
 
 def _read(path: Path) -> bytes:
-    """The content of the copy at `path`. Raises `StartError`."""
+    """Return the content of the copy at `path`. Raises `StartError`."""
     try:
         with path.open("rb") as file:
             text = file.read(_HEAD_BYTES + COPY_MAX_BYTES)
@@ -126,20 +129,21 @@ def _read(path: Path) -> bytes:
         raise StartError(f"{path} cannot be read: {error.strerror or error}") from error
     content = text[_HEAD_BYTES:]
     if text[:_HEAD_BYTES] != _head(content):
-        raise StartError(f"{path} does not have the checksum that it names")
+        raise StartError(f"{path} does not match the checksum that it contains")
     return content
 
 
 def _write(path: Path, content: bytes) -> str | None:
-    """Replace the copy at `path` as a whole; what hinders, None if nothing does."""
+    """Replace the copy at `path` atomically. Return the problem, or None if there was none."""
     beside = path.with_name(f".{path.name}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # For our own user only: configurations may name what others need not know.
+        # Only the picker's user may read the copy, because configurations may contain confidential
+        # names.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         with os.fdopen(os.open(beside, flags, 0o600), "wb") as file:
             file.write(_head(content) + content)
-        # Not waited for until it is on disk: after a crash of the node the checksum tells.
+        # The file is not synced to disk, because the checksum detects a crash of the node.
         beside.replace(path)
     except OSError as error:
         return f"{path} cannot be written: {error.strerror or error}"

@@ -1,7 +1,7 @@
-"""Files that are written one after another: each up to some size, and all together up to another.
+"""Write files one after another, each limited in size, and all together limited in size.
 
-What is appended is a whole member of gzip, so that after a crash only the last member may be broken,
-and it is the last. What could be written in part, because the disk is full, is cut off again.
+Each appended piece is a complete member of gzip. After a crash only the last member can be broken.
+If a disk fills up, the part of a member that was written is cut off again.
 """
 
 import contextlib
@@ -17,18 +17,26 @@ from typing import Final
 from epp.core.types import Seconds
 
 _PACKING_LEVEL: Final = 1
-"""Of gzip: more gains a twentieth, because most of a line is hashes, and takes nearly twice as long."""
+"""Compression level of gzip.
+
+A higher level saves a twentieth, because most of a line is hashes, and takes nearly twice as long.
+"""
 _GZIP_FORMAT: Final = 31
-"""As zlib is told of it, with the widest window."""
+"""Value of zlib's `wbits` for the gzip format with the widest window."""
 LONG_LINE_BYTES: Final = 8 * 1024
-"""Of lines that are longer on average the window of 32 KB holds too few to find anything again: coding
-their characters alone makes them as short in a quarter of the time."""
+"""Mean length of lines from which only Huffman coding is used.
+
+The window of 32 KB holds too few longer lines to find repetitions. Huffman coding alone makes them
+as short in a quarter of the time."""
 _MODE: Final = 0o600
-"""Whoever reads them learns how much was asked when."""
+"""Mode of the files: their contents reveal the number and time of requests to the owner only."""
 
 
 class SegmentFolder:
-    """Writes one segment at a time: a file of each kind. All methods may take as long as the disk does."""
+    """A folder of segments. A segment has one file of each kind, and one segment is open at a time.
+
+    Every method may block as long as the disk does.
+    """
 
     def __init__(
         self,
@@ -42,11 +50,11 @@ class SegmentFolder:
         age_max_s: Seconds = math.inf,
         clock: Callable[[], Seconds] = time.time,
     ) -> None:
-        """`origin` names the process, as "20260131T235959-0123abcd"; older ones sort before it.
+        """`origin` identifies the process, like "20260131T235959-0123abcd"; older ones sort first.
 
-        Files are called `KIND-ORIGIN-NUMBER.ENDING`. The oldest are removed while all take more than
-        `total_bytes_max`, and those that were last written more than `age_max_s` ago by `clock`, which
-        tells the time of the day. `pack` makes a member of gzip.
+        Files are named `KIND-ORIGIN-NUMBER.ENDING`. The oldest files are removed while all of them
+        exceed `total_bytes_max`. Files last written more than `age_max_s` ago are removed too.
+        `clock` returns Unix time, and `pack` returns a member of gzip.
         """
         self._folder = folder
         self._origin = origin
@@ -58,10 +66,10 @@ class SegmentFolder:
         self._clock = clock
         self._name = segment_name(kinds, ending)
         self._open: dict[str, tuple[int, int]] = {}
-        """Kind -> descriptor and length of what is whole."""
+        """Descriptor and length of complete data, by kind."""
         self._number = -1
         self.total_bytes = 0
-        """Of all segments in the folder, those of other processes too, when last looked."""
+        """Size of all segments in the folder in bytes, including those of other processes."""
 
     @property
     def is_open(self) -> bool:
@@ -69,11 +77,11 @@ class SegmentFolder:
 
     @property
     def segment_bytes(self) -> int:
-        """Length of the segment that is being written."""
+        """Size of the open segment in bytes."""
         return sum(length for _, length in self._open.values())
 
     def begin(self, number: int) -> None:
-        """Open the segment of this `number`, in place of the one before. Raises `OSError`."""
+        """Close the current segment and open the one with this `number`. Raises `OSError`."""
         self.close()
         self._number = number
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -87,9 +95,9 @@ class SegmentFolder:
             raise
 
     def append(self, *contents: bytes) -> None:
-        """Add to the file of each kind, in their order; b"": nothing.
+        """Append one content per kind, in the order of the kinds; b"" appends nothing.
 
-        Raises `OSError`; then nothing of them is there, and no file is open.
+        If it raises `OSError`, nothing was appended and no file is open.
         """
         try:
             for kind, content in zip(self._kinds, contents, strict=True):
@@ -101,7 +109,7 @@ class SegmentFolder:
             raise
 
     def close(self) -> None:
-        """Leave the segment as it is."""
+        """Close the segment without changing it."""
         opened, self._open = self._open, {}
         for descriptor, _ in opened.values():
             os.close(descriptor)
@@ -119,7 +127,7 @@ class SegmentFolder:
         self._open[kind] = descriptor, length + len(member)
 
     def _make_room(self) -> None:
-        """Remove the oldest until those that are left take no more than they may and are no older."""
+        """Remove the oldest segments until the rest is within the limits of size and age."""
         found: dict[tuple[str, str], list[Path]] = {}
         sizes: dict[Path, int] = {}
         written_s: dict[tuple[str, str], float] = {}
@@ -127,7 +135,7 @@ class SegmentFolder:
             name = self._name.fullmatch(entry.name)
             if name is None:
                 continue
-            # Another process of the same folder may remove it meanwhile.
+            # Another process with the same folder may remove the file meanwhile.
             with contextlib.suppress(FileNotFoundError):
                 path = Path(entry.path)
                 stat = entry.stat(follow_symlinks=False)
@@ -148,14 +156,14 @@ class SegmentFolder:
 
 
 def segment_name(kinds: Sequence[str], ending: str) -> re.Pattern[str]:
-    """What the names of files match; groups: their origin and number."""
+    """Return a pattern of file names whose groups are origin and number."""
     kind = "|".join(map(re.escape, kinds))
     named = rf"(?:{kind})-(\d{{8}}T\d{{6}}-[0-9a-f]{{8}})-(\d{{6}})\.{re.escape(ending)}"
     return re.compile(named, re.ASCII)
 
 
 def packed(lines: bytes) -> bytes:
-    """Whole lines as a member of gzip."""
+    """Compress complete lines into a member of gzip."""
     long = len(lines) > LONG_LINE_BYTES * lines.count(b"\n")
     strategy = zlib.Z_HUFFMAN_ONLY if long else zlib.Z_DEFAULT_STRATEGY
     packer = zlib.compressobj(

@@ -1,7 +1,7 @@
-"""The keys of session tokens: a file that is watched, or a key of this process's own.
+"""Read the keys of session tokens from a watched file, or generate a random key.
 
-A line a key: the first signs, all are accepted, so that keys are changed without losing a session.
-What a line says reaches no message.
+The file has one key per line. The first key signs and all keys are accepted, so that keys can be
+changed without losing sessions. Keys never appear in messages.
 """
 
 import secrets
@@ -16,7 +16,7 @@ from epp.shell.files.watch import FileWatcher, first_read
 from epp.shell.starting import StartError
 
 KEY_BYTES_MIN: Final = 32
-"""As `openssl rand -base64 32` and more; what can be guessed is no key."""
+"""Minimum length of a key in bytes; `openssl rand -base64 32` generates a longer one."""
 KEYS_MAX: Final = 8
 FILE_BYTES_MAX: Final = 65_536
 
@@ -26,16 +26,16 @@ _log = structlog.get_logger(__name__)
 
 
 class SessionKeysError(ValueError):
-    """A file of keys that cannot be used: one sentence."""
+    """A file of keys is invalid. The message is one sentence."""
 
 
 class SessionKeys:
-    """`keys` as they are now; `on_change` is told of others while `run` runs."""
+    """The current `keys`. `on_change` receives new ones while `run` is running."""
 
     def __init__(
         self, path: str, on_change: Callable[[Keys], None], *, poll_s: Seconds = 1.0
     ) -> None:
-        """`path`: "" for a key that is drawn here. Raises `StartError`."""
+        """An empty `path` generates a random key. Raises `StartError`."""
         self._path = path
         self._on_change = on_change
         self._watcher = FileWatcher(
@@ -58,14 +58,19 @@ class SessionKeys:
         try:
             self.keys = read_session_keys(content, self._path)
         except SessionKeysError as error:
-            _log.error("session token keys refused, the last good ones stay", problem=str(error))
+            _log.error(
+                "session token keys rejected, the last valid ones stay in force", problem=str(error)
+            )
             return
         self._on_change(self.keys)
         _log.info("session token keys replaced", keys=len(self.keys))
 
 
 def read_session_keys(content: bytes, source: str) -> Keys:
-    """A key a line, white space round it and empty lines left out. Raises `SessionKeysError`."""
+    """Parse one key per line, ignoring surrounding white space and empty lines.
+
+    Raises `SessionKeysError`.
+    """
     keys: list[bytes] = []
     for number, line in enumerate(content.splitlines(), 1):
         key = line.strip()
@@ -83,4 +88,4 @@ def read_session_keys(content: bytes, source: str) -> Keys:
 
 
 def _report(problem: str) -> None:
-    _log.error("the session token keys cannot be read, the last ones stay", problem=problem)
+    _log.error("session token keys cannot be read, the last ones stay in force", problem=problem)

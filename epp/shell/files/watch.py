@@ -1,9 +1,9 @@
 """Watch one file by polling: configuration, endpoints file, certificates.
 
-Each poll opens the path and hashes what it finds, and the hash alone decides. That sees what other
-signs of change miss: the kubelet swaps a symlink two directories up, editors rename, some volumes
-give no events, and two writes may share a time stamp. A file in the middle of being written is
-read as it is; the rest of it is one more change.
+Each poll opens the path and hashes the content, and only the hash decides. This detects changes
+that other methods miss. The kubelet swaps a symlink two directories up, editors rename files, some
+volumes send no events, and two writes may have the same time stamp. A file that is still being
+written is read as it is, and the rest appears as another change.
 """
 
 import asyncio
@@ -16,10 +16,11 @@ from epp.shell.starting import StartError
 
 
 class FileWatcher:
-    """Calls `on_change(content)` on the loop whenever the content of `path` is another.
+    """A watcher that calls `on_change(content)` in the event loop when the content of `path`
+    changes.
 
-    `on_problem(sentence)` is called once when the file cannot be read, and again only after it
-    could be read in between or the reason changed; what was read last stays in force.
+    `on_problem(sentence)` is called once when the file cannot be read. It is called again only if
+    the reason changed or the file was readable in between. The last content stays in force.
     """
 
     def __init__(
@@ -39,12 +40,12 @@ class FileWatcher:
         self._digest: bytes | None = None
         self._problem: str | None = None
         self.errors_total = 0
-        """Polls that could not read the file."""
+        """Number of polls that could not read the file."""
 
     def read(self) -> bytes:
-        """Return the content now; `run` reports only what differs from it.
+        """Return the current content; `run` reports only content that differs from it.
 
-        Raises `OSError` if there is none, or more than `bytes_max` of it.
+        Raises `OSError` if the file is missing or larger than `bytes_max`.
         """
         with self._path.open("rb") as file:
             content = file.read(self._bytes_max + 1)
@@ -54,19 +55,19 @@ class FileWatcher:
         return content
 
     async def run(self) -> None:
-        """Poll until cancelled. Without an earlier `read` the first content is a change."""
+        """Poll until cancelled. Without an earlier `read` the first content counts as a change."""
         while True:
             self.poll()
             await asyncio.sleep(self._poll_s)
 
     def poll(self) -> None:
-        """Look once."""
+        """Read the file once and report a change or a problem."""
         before = self._digest
         try:
             content = self.read()
         except OSError as problem:
             self.errors_total += 1
-            sentence = f"{self._path} cannot be read, its last content stays: {problem}"
+            sentence = f"{self._path} cannot be read, its last content stays in force: {problem}"
             if sentence != self._problem:
                 self._problem = sentence
                 self._on_problem(sentence)
@@ -77,7 +78,7 @@ class FileWatcher:
 
 
 def first_read(watcher: FileWatcher, name: str) -> bytes:
-    """The content of a file that must be there at start. Raises `StartError`."""
+    """Return the content of a file that must exist at start. Raises `StartError`."""
     try:
         return watcher.read()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A thread that writes files, owned by a task of the event loop."""
+"""Run a thread that writes files, owned by a task of the event loop."""
 
 import asyncio
 import contextlib
@@ -15,10 +15,10 @@ _log = structlog.get_logger(__name__)
 async def beside_the_loop(
     name: str, work: Callable[[], None], stopping: threading.Event, close_s_max: Seconds
 ) -> None:
-    """Clear `stopping` and run `work` in a thread until cancelled; then set it and wait for the return.
+    """Clear `stopping` and run `work` in a thread until cancelled; then set `stopping` and wait.
 
-    `work` lets nothing out, and returns soon once `stopping` is set. A disk that hangs is waited for
-    no longer than `close_s_max`. If `work` returns before, this goes on until it is cancelled.
+    `work` must not raise and must return soon after `stopping` is set. The wait takes at most
+    `close_s_max`, in case the disk hangs. If `work` returns earlier, this waits for cancellation.
     """
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
@@ -26,7 +26,7 @@ async def beside_the_loop(
         try:
             work()
         finally:
-            # Too late, if the disk took longer than we waited.
+            # The loop is already closed if the disk took longer than the wait.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(ended.set)
 
@@ -40,4 +40,6 @@ async def beside_the_loop(
         try:
             await asyncio.wait_for(ended.wait(), close_s_max)
         except TimeoutError:
-            _log.error(f"the end of the {name} is not written: the disk takes too long")
+            _log.error(
+                f"the last records of {name} were not written because the disk takes too long"
+            )

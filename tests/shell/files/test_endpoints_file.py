@@ -164,8 +164,8 @@ def test_every_problem_is_told_at_once():
         "- {name: c, address: nowhere, port: 80}\n"
         "- {name: a, address: 10.0.0.1, port: 81}\n"
     ) == (
-        "pods.yaml: endpoints[1]: a:80 is already endpoints[0], expected it once",
-        "pods.yaml: endpoints[2]: 10.0.0.1:80 is already endpoints[0], expected it once",
+        "pods.yaml: endpoints[1]: a:80 is already endpoints[0]; names and addresses must be unique",
+        "pods.yaml: endpoints[2]: 10.0.0.1:80 is already endpoints[0]; names and addresses must be unique",
         "pods.yaml: endpoints[3]: address 'nowhere' is not an IP address such as 10.0.0.7 or ::1",
     )
 

@@ -85,9 +85,9 @@ async def test_a_mended_file_is_in_force_again(tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "problem"),
     [
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "does not have the checksum"),
-        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "does not have the checksum"),
-        (lambda path: path.write_bytes(b""), "does not have the checksum"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "does not match the checksum"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "does not match the checksum"),
+        (lambda path: path.write_bytes(b""), "does not match the checksum"),
         (lambda path: path.unlink(), "cannot be read: No such file or directory"),
         (lambda path: (path.unlink(), path.mkdir()), "cannot be read: Is a directory"),
     ],

@@ -78,7 +78,7 @@ async def test_later_the_last_good_keys_stay(tmp_path):
         finally:
             running.cancel()
     assert keys.keys == (NEW, OLD)
-    assert lines[0]["event"] == "session token keys refused, the last good ones stay"
+    assert lines[0]["event"] == "session token keys rejected, the last valid ones stay in force"
     assert lines[-1]["keys"] == 2
     for secret in ("sesame", OLD.decode(), NEW.decode()):
         assert secret not in str(lines)

@@ -50,7 +50,7 @@ async def test_one_that_hangs_is_left():
         with capture_logs() as lines:
             await cancelled(task)
         assert [line["event"] for line in lines] == [
-            "the end of the files is not written: the disk takes too long"
+            "the last records of files were not written because the disk takes too long"
         ]
     finally:
         hangs.set()

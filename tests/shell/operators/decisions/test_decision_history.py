@@ -188,12 +188,14 @@ def test_a_full_disk_costs_its_decisions_alone(tmp_path, monkeypatch, what):
         for _ in range(5):
             keeping.decide(4)
             keeping.write(after_s=20.0)
-        assert [line["event"] for line in lines] == ["decisions cannot be kept, requests go on"]
+        assert [line["event"] for line in lines] == [
+            "decision history cannot be written, requests continue"
+        ]
         assert str(tmp_path) not in str(lines)
         monkeypatch.setattr(SegmentFolder, what, works)
         keeping.decide(4)
         keeping.write(after_s=20.0)
-        assert lines[-1]["event"] == "decisions are kept again"
+        assert lines[-1]["event"] == "decision history is written again"
     told = keeping.history.snapshot()
     assert told.write_errors == 5
     assert told.dropped == {"queue": 0, "disk": 41 if what == "begin" else 40}
@@ -236,7 +238,7 @@ async def test_a_disk_that_hangs_does_not_keep_the_picker(tmp_path, monkeypatch)
             with pytest.raises(asyncio.CancelledError):
                 await task
         assert [line["event"] for line in lines] == [
-            "the end of the decisions is not written: the disk takes too long"
+            "the last records of decisions were not written because the disk takes too long"
         ]
     finally:
         hangs.set()

@@ -1,1 +1,1 @@
-"""Replicas of the picker: finding them, and moving frames between them that nobody here reads."""
+"""Find replicas of the picker and transport opaque frames between them."""

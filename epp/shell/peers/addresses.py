@@ -1,4 +1,4 @@
-"""Where replicas are, from names and addresses: what DNS says of them, asked every few seconds."""
+"""Determine the addresses of replicas by polling DNS every few seconds."""
 
 import asyncio
 import socket
@@ -17,24 +17,25 @@ POLL_S: Final[Seconds] = 5.0
 Target: TypeAlias = tuple[str, int]
 """Host name or IP address, and port."""
 Resolve: TypeAlias = Callable[[str], Awaitable[list[str]]]
-"""Name -> IP addresses. Raises `OSError`."""
+"""Function from a name to IP addresses. It raises `OSError`."""
 
 _GONE: Final = frozenset({socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)})
-"""There is no such name: a headless Service without a replica has none."""
+"""Error codes of a name that does not exist, such as a headless Service without replicas."""
 
 _log = structlog.get_logger(__name__)
 
 
 async def resolve(host: str) -> list[str]:
-    """Ask as every program of this machine does."""
+    """Resolve `host` with the resolver of the operating system."""
     found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return [str(address[0]) for _, _, _, _, address in found]
 
 
 class Addresses:
-    """`on_found` is told of all addresses, "ip:port" each, whenever they are others; at least once.
+    """A poller of the replicas' addresses.
 
-    A name that cannot be asked about keeps the addresses it had.
+    `on_found` receives all addresses, "ip:port" each, at first and after each change. If a name
+    cannot be resolved, its previous addresses are kept.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Addresses:
         self._problems: dict[Target, str] = {}
 
     async def run(self) -> None:
-        """Look names up until cancelled."""
+        """Resolve names until cancelled."""
         told: frozenset[str] | None = None
         while True:
             for target in self._targets:
@@ -82,7 +83,7 @@ class Addresses:
         self._known[target] = frozenset(address_of(host, port) for host in hosts)
 
     def _tell(self, target: Target, problem: str) -> None:
-        """Once, until it could be looked up again or the reason is another."""
+        """Log a problem once, until it is solved or another one occurs."""
         if self._problems.get(target) != problem:
             self._problems[target] = problem
-            _log.warning("a name of peers cannot be looked up", name=target[0], problem=problem)
+            _log.warning("name of peers cannot be resolved", name=target[0], problem=problem)

@@ -1,8 +1,8 @@
-"""Who may connect to --peer-port, and who waits there until it has shown who it is.
+"""Decide which connections to --peer-port are accepted, and hold them until they authenticate.
 
-With a secret whoever knows it is let in, from wherever. Without one: who connects from the address
-of a replica, or from this machine. Strangers cannot use up the places of newcomers: where there are
-too many, one gives way that is least likely to be a replica.
+With a secret, every host may try to authenticate. Without one, only the addresses of replicas and
+this machine are accepted. Strangers cannot block replicas: if there are too many new connections,
+the one that is least likely to be a replica is closed.
 """
 
 from collections import Counter
@@ -16,42 +16,45 @@ from epp.shell.peers.connection import Connection, Stage
 
 ACCEPTS_PER_BEAT_MAX: Final = 32
 NEWCOMERS_MAX: Final = 256
-"""So many are accepted in eight beats at the least, so that a replica, which needs three to pass
-the gate, is not pushed out before by strangers of its own address either."""
+"""Maximum number of connections that wait for authentication.
+
+Accepting this number takes at least eight beats. A replica needs three to pass the gate. Strangers
+from its own address therefore cannot displace it before."""
 NEWCOMER_S_MAX: Final[Seconds] = 5.0
-"""A connection that is not open by then is closed."""
+"""Time in seconds after which a connection that is not open is closed."""
 
 
 class Newcomer(Struct, eq=False):
-    """A connection to us that is not open yet."""
+    """An incoming connection that is not open yet."""
 
     host: str
     connection: Connection
     known: bool = False
-    """It comes from the address of a replica, or from this machine."""
+    """True if it comes from the address of a replica or from this machine."""
 
 
 class Admission:
-    """The newcomers, and what speaks for each."""
+    """The waiting connections with their priorities."""
 
     def __init__(self, *, has_secret: bool) -> None:
         self.hosts: frozenset[str] = frozenset()
-        """Addresses of the replicas that are known."""
+        """IP addresses of known replicas."""
         self.newcomers: list[Newcomer] = []
-        """Who came first is first."""
+        """Waiting connections, oldest first."""
         self._has_secret = has_secret
         self._counts: Counter[str] = Counter()
-        """Host -> newcomers."""
+        """Number of waiting connections by host."""
 
     def admits(self, host: str) -> bool:
-        """Whether who connects from the IP address `host` may show who it is."""
+        """Return True if a connection from the IP address `host` may try to authenticate."""
         return self._has_secret or self._is_known(host)
 
     def add(self, newcomer: Newcomer) -> Newcomer | None:
-        """Let `newcomer` wait; who has to give way for it, to be closed.
+        """Add `newcomer`. Return the connection that must be closed for it, or None.
 
-        Before who has passed the gate who has not; of these a stranger before who has the address
-        of a replica; of these one whose address has most newcomers, the one that waits longest.
+        Connections that have not passed the gate are closed first. Among them, strangers are closed
+        before hosts with the address of a replica. Then the host with most waiting connections
+        loses its oldest.
         """
         newcomer.known = self._is_known(newcomer.host)
         self.newcomers.append(newcomer)
@@ -63,7 +66,7 @@ class Admission:
         return gives_way
 
     def remove(self, newcomer: Newcomer) -> None:
-        """It is open, or closed."""
+        """Remove a connection that was opened or closed."""
         self.newcomers.remove(newcomer)
         self._counts[newcomer.host] -= 1
         if not self._counts[newcomer.host]:
@@ -79,7 +82,9 @@ class Admission:
 
 
 def plain_host(address: str) -> IPv4Address | IPv6Address | None:
-    """The address without a zone, and IPv4 as IPv4; None: it is no IP address."""
+    """Return the address without a zone and mapped IPv4 as IPv4, or None if it is not an IP
+    address.
+    """
     try:
         host = ip_address(address.partition("%")[0])
     except ValueError:

@@ -1,12 +1,12 @@
-"""Frames between replicas through Valkey or Redis: pub/sub, and a key with a snapshot.
+"""Transport frames between replicas through Valkey or Redis: pub/sub and a key with a snapshot.
 
-What a beat has to say is one PUBLISH:
+The data of one beat is one PUBLISH:
 
     origin, 8 bytes | frames, each: length u32 | bytes
 
-Nobody acknowledges anything. Where the server is away frames are dropped, and a replica is as if
-alone; when it is back the snapshot is read again. Of the replicas that are heard the one with the
-least origin writes it.
+Nothing is acknowledged. While the server is unavailable, frames are dropped and a replica works
+alone. After reconnecting it reads the snapshot again. The active replica with the least origin
+writes the snapshot.
 """
 
 import asyncio
@@ -42,23 +42,23 @@ from epp.shell.peers.state import PeerRow, Traffic
 from epp.shell.starting import StartError
 
 WAITING_FRAMES_MAX: Final = 1_024
-"""In each direction: some seconds of traffic."""
+"""Maximum number of queued frames per direction: some seconds of traffic."""
 WAITING_BYTES_MAX: Final = 4 * 1024 * 1024
 PAYLOAD_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
 ORIGINS_MAX: Final = 1_024
 SILENCE_S: Final[Seconds] = 4.0
-"""A replica that was not heard of for so long does not count."""
+"""Time in seconds after which a silent replica is not counted."""
 SNAPSHOT_EVERY_S: Final[Seconds] = 30.0
 SNAPSHOT_TTL_S: Final = 600
 RECONNECT_S: Final = 0.5, 5.0
-"""Drawn from evenly."""
+"""Bounds of the random delay in seconds before a reconnection."""
 ANSWER_S_MAX: Final[Seconds] = 5.0
 CONNECT_S_MAX: Final[Seconds] = 2.0
 OPEN_S_MAX: Final[Seconds] = 10.0
-"""To connect and to read the snapshot."""
+"""Time limit in seconds to connect and to read the snapshot."""
 CLOSE_S_MAX: Final[Seconds] = 1.0
 HELLO_S: Final[Seconds] = 1.0
-"""How often something is published at least."""
+"""Maximum time in seconds between two published messages."""
 
 _LENGTH: Final = struct.Struct("<I")
 _SCHEMES: Final = {"redis": "valkey", "rediss": "valkeys"}
@@ -67,7 +67,7 @@ _log = structlog.get_logger(__name__)
 
 
 def broker_url(url: str, url_file: str) -> str:
-    """The URL that is given, or that a file holds; "": none. Raises `StartError`."""
+    """Return the URL from the flag or the file, or "" if there is none. Raises `StartError`."""
     if not url_file:
         return url
     text = read_secret(url_file, "--peer-url-file").decode("utf-8", "replace")
@@ -77,7 +77,7 @@ def broker_url(url: str, url_file: str) -> str:
 
 
 class Waiting:
-    """Frames in line, few enough: the oldest give way."""
+    """A bounded queue of frames that drops the oldest ones."""
 
     def __init__(self) -> None:
         self._frames: deque[tuple[bytes, bytes]] = deque()
@@ -87,7 +87,7 @@ class Waiting:
         return len(self._frames)
 
     def append(self, origin: bytes, frame: bytes) -> int:
-        """How many frames gave way."""
+        """Add a frame and return the number of dropped frames."""
         self._frames.append((origin, frame))
         self._bytes += len(frame)
         dropped = 0
@@ -103,11 +103,11 @@ class Waiting:
 
     @property
     def first_bytes(self) -> int:
-        """Length of the first."""
+        """Length of the first frame in bytes."""
         return len(self._frames[0][1])
 
     def clear(self) -> int:
-        """How many there were."""
+        """Empty the queue and return the number of frames it had."""
         dropped = len(self._frames)
         self._frames.clear()
         self._bytes = 0
@@ -115,7 +115,7 @@ class Waiting:
 
 
 class Replica(Struct):
-    """One that was heard of; `Message.source` of what it sent."""
+    """A replica that sent messages; it is the `Message.source` of its messages."""
 
     origin: bytes
     since_s: Seconds
@@ -124,7 +124,7 @@ class Replica(Struct):
 
 
 class Broker:
-    """A carrier. `run` as a task; `first_snapshot` at start."""
+    """A carrier through a broker. Run `run` as a task and call `first_snapshot` at start."""
 
     def __init__(
         self,
@@ -138,7 +138,10 @@ class Broker:
         snapshot_every_s: Seconds = SNAPSHOT_EVERY_S,
         reconnect_s: tuple[Seconds, Seconds] = RECONNECT_S,
     ) -> None:
-        """`pool`: who shares. Raises `StartError` if the client is not installed."""
+        """Replicas with the same `pool` share state.
+
+        Raises `StartError` without the client library.
+        """
         try:
             self._library: Any = import_module("valkey.asyncio")
             self._retry: Any = import_module("valkey.asyncio.retry").Retry
@@ -165,12 +168,12 @@ class Broker:
         self._replicas: dict[bytes, Replica] = {}
         self.connected = False
         self._tried = asyncio.Event()
-        """A first connection was made and the snapshot read, or could not be."""
+        """Set once the first connection was made and the snapshot read, or that failed."""
         self._read_first = False
         self.outcomes = {"loaded": 0, "ignored": 0, "saved": 0, "failed": 0}
-        """Of snapshots."""
+        """Number of snapshots by outcome."""
 
-    # What the pump does.
+    # The pump calls these methods.
 
     def send(self, frame: bytes) -> None:
         if len(frame) > FRAME_BYTES_MAX or not self.connected:
@@ -197,7 +200,7 @@ class Broker:
                 del self._replicas[origin]
 
     def greeted(self, message: Message, now: Seconds) -> None:
-        raise AssertionError("nobody says hello through a broker")
+        raise AssertionError("a broker delivers no hello messages")
 
     @property
     def known(self) -> int:
@@ -219,22 +222,24 @@ class Broker:
             for replica in self._replicas.values()
         ]
 
-    # What runs.
+    # Tasks run these methods.
 
     async def first_snapshot(self) -> bool:
-        """Wait until the snapshot was read, or could not be; whether it was."""
+        """Wait for the attempt to read the snapshot. Return True if it was read."""
         await self._tried.wait()
         return self._read_first
 
     async def run(self) -> None:
-        """Be connected, until cancelled."""
+        """Keep a connection until cancelled."""
         while True:
             try:
                 await self._connection()
             except (self._errors, OSError, TimeoutError) as error:
                 self._away(type(error).__name__)
-            except Exception:  # noqa: BLE001  a task's boundary: it is tried again
-                self._complaints.say("sharing by a broker failed", time.monotonic(), exc_info=True)
+            except Exception:  # noqa: BLE001  The boundary of a task: it is retried.
+                self._complaints.say(
+                    "sharing state through a broker failed", time.monotonic(), exc_info=True
+                )
                 self._away("internal")
             finally:
                 self._tried.set()
@@ -246,29 +251,32 @@ class Broker:
             self._traffic.dropped()
         self._replicas.clear()
         if self.connected or not self._tried.is_set():
-            # Not the error's own text: some name the URL.
+            # The error's own text is not logged, because it may contain the URL.
             _log.warning(
-                "the broker is away, we are as if alone", host=self._where, problem=problem
+                "broker unavailable, the picker decides without its peers",
+                host=self._where,
+                problem=problem,
             )
         self.connected = False
 
     async def _connection(self) -> None:
-        """One life of a connection; ends with an error."""
+        """Use one connection until it fails. Raises the error."""
         client = self._library.Valkey.from_url(
             self._url,
             socket_connect_timeout=CONNECT_S_MAX,
             socket_timeout=ANSWER_S_MAX,
-            # It is tried again here, as often as it takes.
+            # This class retries by itself, without limit.
             retry=self._retry(self._no_backoff(), 0),
         )
         subscription = client.pubsub(ignore_subscribe_messages=True)
         try:
             async with asyncio.timeout(OPEN_S_MAX):
                 await subscription.subscribe(self._channel)
-                # Subscribed before it is read: what is told meanwhile is not missed.
+                # Subscribing before reading the snapshot ensures that no message between them is
+                # missed.
                 content = await self._fetch(client)
             self.connected = True
-            _log.info("the broker is there", host=self._where)
+            _log.info("connected to the broker", host=self._where)
             await self._alive(client, subscription, content)
         finally:
             with contextlib.suppress(self._errors, OSError, TimeoutError):
@@ -277,8 +285,8 @@ class Broker:
                     await client.aclose()
 
     async def _alive(self, client: Any, subscription: Any, content: bytes | None) -> None:
-        """Until the first part of it fails."""
-        # No task group: before Python 3.13 it may swallow that we are cancelled.
+        """Run the tasks of a connection until the first one fails."""
+        # A task group is not used because before Python 3.13 it may lose a cancellation.
         tasks = [
             asyncio.create_task(self._listen(subscription), name="listen"),
             asyncio.create_task(self._publish(client), name="publish"),
@@ -296,7 +304,7 @@ class Broker:
             left, _ = await asyncio.wait(tasks, timeout=CLOSE_S_MAX)
             for task in left:
                 if not task.cancelled():
-                    # Asked for, so that nobody complains that it was not.
+                    # Retrieving the exception avoids a warning about it.
                     task.exception()
 
     async def _listen(self, subscription: Any) -> None:
@@ -309,11 +317,11 @@ class Broker:
                 heard_at_s = now
                 self._take(message["data"], now)
             elif now - heard_at_s > ANSWER_S_MAX:
-                # Not even what we said ourselves came back.
+                # Even the picker's own messages did not come back.
                 raise TimeoutError
 
     def _take(self, payload: bytes, now: Seconds) -> None:
-        """What was published, by anybody who may write to the channel."""
+        """Process a published message, which may come from any client with access to the channel."""
         if not ORIGIN_BYTES <= len(payload) <= PAYLOAD_BYTES_MAX:
             self._traffic.unreadable()
             return
@@ -342,7 +350,8 @@ class Broker:
             _heed_cancellation()
             self._due.clear()
             if not self._outgoing:
-                # That we are there, which comes back to us too.
+                # An empty message shows that the picker is active, and it also comes back to the
+                # picker.
                 await client.publish(self._channel, self._exchange.origin)
             while self._outgoing:
                 payload, frames = self._payload()
@@ -351,7 +360,7 @@ class Broker:
                 self._traffic.frames["sent", "sent"] += frames
 
     def _payload(self) -> tuple[bytes, int]:
-        """As much of what waits as fits; how many frames."""
+        """Return a message with as many queued frames as fit, and their number."""
         parts = [self._exchange.origin]
         left = PAYLOAD_BYTES_MAX - ORIGIN_BYTES
         while self._outgoing:
@@ -363,15 +372,15 @@ class Broker:
             parts += (_LENGTH.pack(length), frame)
         return b"".join(parts), len(parts) // 2
 
-    # The snapshot.
+    # The methods below handle the snapshot.
 
     async def _fetch(self, client: Any) -> bytes | None:
-        """What the key holds; None: nothing, or too much."""
+        """Return the content of the key, or None if it is missing or too large."""
         length = await client.strlen(self._key)
         if not length:
             return None
         if length > SNAPSHOT_BYTES_MAX:
-            self._ignore(f"it is larger than {SNAPSHOT_BYTES_MAX} bytes")
+            self._ignore(f"the snapshot is larger than {SNAPSHOT_BYTES_MAX} bytes")
             return None
         content: bytes | None = await client.get(self._key)
         return content
@@ -399,12 +408,13 @@ class Broker:
 
     def _ignore(self, problem: str) -> None:
         self.outcomes["ignored"] += 1
-        _log.warning("the snapshot of the broker is ignored", key=self._key, problem=problem)
+        _log.warning("snapshot of the broker ignored", key=self._key, problem=problem)
 
 
 def _heed_cancellation() -> None:
-    """Raise `CancelledError` if the task is to end: a client that is cancelled while it fails raises
-    what it fails with instead.
+    """Raise `CancelledError` if the task is being cancelled.
+
+    The client may raise another error if it is cancelled while it fails.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
@@ -412,7 +422,7 @@ def _heed_cancellation() -> None:
 
 
 def _frames(payload: bytes) -> Iterator[bytes | None]:
-    """Of what was published; None and no more where it breaks off."""
+    """Yield the frames of a published message, and finally None if the message is truncated."""
     at = ORIGIN_BYTES
     while at < len(payload):
         start = at + _LENGTH.size

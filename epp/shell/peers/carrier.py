@@ -1,4 +1,4 @@
-"""What carries frames between replicas, as those see it who fill and empty it."""
+"""The interface that transports frames between replicas."""
 
 from enum import IntEnum
 from typing import Final, Protocol
@@ -10,27 +10,27 @@ from epp.shell.peers.state import PeerRow
 
 
 class Kind(IntEnum):
-    """What a message is; on a connection its first byte."""
+    """The kind of a message, which is its first byte on a connection."""
 
     HELLO = ord("H")
-    """Asked and answered the same way, about once a second."""
+    """A request and its answer, sent about once a second."""
     FRAME = ord("F")
     SNAPSHOT_WANTED = ord("S")
     SNAPSHOT_PART = ord("P")
     SNAPSHOT_END = ord("E")
     SNAPSHOT_REFUSED = ord("N")
-    """Not now: another is being served, or there is nothing yet."""
+    """A refusal, because another snapshot is being sent or there is none yet."""
 
 
 KINDS: Final = {kind.value: kind for kind in Kind}
 
 
 class Source(Protocol):
-    """Whom a message came from; only the carrier that gave it knows more."""
+    """The sender of a message. Only the carrier that created it knows more."""
 
     @property
     def origin(self) -> bytes:
-        """For whom it may speak, and for nobody else; b"": for nobody yet."""
+        """Origin for which the sender may speak, or b"" if it is not known yet."""
         ...
 
 
@@ -41,36 +41,42 @@ class Message(Struct, frozen=True):
 
 
 class Carrier(Protocol):
-    """Not a call of it waits, and each takes bounded time."""
+    """A transport of frames. No method blocks, and each takes bounded time."""
 
     def send(self, frame: bytes) -> None:
-        """To every peer that answers; where its queue is full the frame is dropped and counted."""
+        """Send `frame` to every active peer.
+
+        Where a queue is full the frame is dropped and counted.
+        """
         ...
 
     def receive(
         self, messages_max: int, paused: Source | None = None
     ) -> tuple[list[Message], bool]:
-        """What has come, at most `messages_max`, none of `paused`; and whether there may be more."""
+        """Return at most `messages_max` received messages, and True if there may be more.
+
+        Messages of `paused` stay unread.
+        """
         ...
 
     def beat(self, now: Seconds) -> None:
-        """Housekeeping, once a beat."""
+        """Do periodic work once per beat."""
         ...
 
     def greeted(self, message: Message, now: Seconds) -> None:
-        """A `HELLO` came."""
+        """Process a `HELLO` message."""
         ...
 
     def rows(self, now: Seconds) -> list[PeerRow]:
-        """The peers, for operators."""
+        """Return the rows of the peers for operators."""
         ...
 
     @property
     def known(self) -> int:
-        """Peers, whether they answer or not."""
+        """Number of known peers, including those that do not answer."""
         ...
 
     @property
     def answering(self) -> int:
-        """Peers that answer."""
+        """Number of peers that answer."""
         ...

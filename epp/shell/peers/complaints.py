@@ -1,4 +1,4 @@
-"""What goes wrong between replicas, as lines of the log that nobody else can multiply."""
+"""Log problems between replicas at a rate that other hosts cannot raise."""
 
 from typing import Final
 
@@ -12,9 +12,10 @@ _log = structlog.get_logger(__name__)
 
 
 class Complaints:
-    """One line a minute for each sentence, with how often it would have been said since the last.
+    """A rate limiter that logs each sentence at most once a minute, with the number of repetitions.
 
-    Where there is something good to tell it is as rare. Sentences are written here in the program; what others send only fills `details`.
+    Good news is limited too. All sentences are constants of the program; data of other hosts
+    appears only in `details`.
     """
 
     def __init__(self, repeat_s: Seconds = REPEAT_S) -> None:
@@ -23,17 +24,17 @@ class Complaints:
         self._since: dict[str, int] = {}
 
     def say(self, sentence: str, now: Seconds, **details: object) -> None:
-        """As a warning."""
+        """Log a warning."""
         if (times := self._due(sentence, now)) is not None:
             _log.warning(sentence, times=times, **details)
 
     def note(self, sentence: str, now: Seconds, **details: object) -> None:
-        """As a piece of information: what goes well again."""
+        """Log an informational message about a recovery."""
         if (times := self._due(sentence, now)) is not None:
             _log.info(sentence, times=times, **details)
 
     def _due(self, sentence: str, now: Seconds) -> int | None:
-        """How often it would have been said since the last time; None: not to be said yet."""
+        """Return the number of occurrences since the last log line, or None if it is too early."""
         times = self._since.get(sentence, 0) + 1
         said_at_s = self._said_at_s.get(sentence)
         if said_at_s is not None and now < said_at_s + self._repeat_s:

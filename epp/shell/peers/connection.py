@@ -1,14 +1,14 @@
-"""One connection between replicas: a socket that never blocks, and what is done with it in a beat.
+"""One connection between replicas: a non-blocking socket and its work in a beat.
 
-    who serves    "HMT" | version u8 | has a secret u8 | nonce, 32 bytes
-    who asks      the nonce hashed with a key of the secret, 32 bytes
-    both          a handshake of TLS 1.3, where there is a secret
+    server        "HMT" | version u8 | has a secret u8 | nonce, 32 bytes
+    client        the nonce hashed with a key of the secret, 32 bytes
+    both          a handshake of TLS 1.3 if there is a secret
     both          messages, each: length u32, little-endian | kind u8 | frame
 
-The answer to the nonce is a gate and not the lock: it keeps strangers from everything that costs
-more than a hash, before TLS verifies who is there. Whatever the other side does, a call here takes
-bounded time and raises nothing: a connection that cannot go on has a `problem`,
-and only `close` gives its file back, so that a selector never meets another under its number.
+The answer to the nonce is a cheap gate: it keeps strangers from everything that takes more time
+than a hash. TLS then authenticates the peer. Whatever the peer does, each method takes bounded time
+and raises nothing. A connection that cannot continue has a `problem`. Only `close` releases the
+file descriptor, so that a selector never sees another file with the same number.
 """
 
 import hmac
@@ -26,10 +26,10 @@ from epp.shell.peers.secret import Identity, answer_to, origin_of
 VERSION: Final = 1
 MESSAGE_BYTES_MAX: Final = 1 + FRAME_BYTES_MAX
 SENT_BYTES_MAX: Final = 4 * 1024 * 1024
-"""That wait for one peer: seconds of what is sent live, a part of a snapshot."""
+"""Maximum number of bytes queued for one peer: seconds of live traffic, or a part of a snapshot."""
 READ_BYTES: Final = 64 * 1024
 READS_PER_MESSAGE_MAX: Final = 32
-"""TLS gives at most 16 KB at a time, whoever dribbles less."""
+"""Maximum number of reads per message; TLS returns at most 16 KB at a time."""
 WRITE_BYTES: Final = 64 * 1024
 NONCE_BYTES: Final = 32
 ANSWER_BYTES: Final = 32
@@ -43,26 +43,26 @@ _Socket: TypeAlias = socket.socket
 
 
 class Problem(StrEnum):
-    """Why a connection ended."""
+    """The reason why a connection ended."""
 
     LOST = "lost"
-    """The other side closed it, or is gone."""
+    """The peer closed the connection or disappeared."""
     REFUSED = "refused"
-    """It could not be reached."""
+    """The peer could not be reached."""
     VERSION = "version"
-    """What answers is of another version, or no replica."""
+    """The peer has another version or is not a replica."""
     SECRET = "secret"  # noqa: S105  a word
-    """It does not know our secret, or one of us has none."""
+    """The peer does not know the secret, or only one side has a secret."""
     HANDSHAKE = "handshake"
-    """TLS failed although it knows the secret."""
+    """TLS failed although the peer knows the secret."""
     MESSAGE = "message"
-    """It sent what is no message, or one that is longer than any may be."""
+    """The peer sent an invalid or too long message."""
     CLOSED = "closed"
-    """By ourselves."""
+    """This process closed the connection."""
 
 
 class Stage(StrEnum):
-    """How far a connection has come."""
+    """The progress of a connection."""
 
     CONNECTING = "connecting"
     GATE = "gate"
@@ -71,15 +71,21 @@ class Stage(StrEnum):
 
 
 class Connection:
-    """`advance` until it is `OPEN`; then `send` and `flush`, `read`. `close` in the end."""
+    """A connection to one peer.
+
+    Call `advance` until the stage is `OPEN`. Then use `send`, `flush` and `read`, and finally
+    `close`.
+    """
 
     def __init__(self, plain: _Socket, identity: Identity, *, serving: bool, now: Seconds) -> None:
-        """`plain`: connected where `serving`, else being connected; closed by this object."""
+        """`plain` is a connected socket if `serving`, else one being connected; this object closes
+        it.
+        """
         self.began_at_s = now
         self.stage = Stage.GATE if serving else Stage.CONNECTING
         self.problem: Problem | None = None
         self.origin = b""
-        """Of the other side, as its certificate says; b"" where there is no secret."""
+        """Origin in the peer's certificate, or b"" without a secret."""
         self._identity = identity
         self._serving = serving
         self._nonce = b""
@@ -93,28 +99,28 @@ class Connection:
             self.flush()
 
     def fileno(self) -> int:
-        """For a selector."""
+        """Return the file descriptor for a selector."""
         return self._socket.fileno()
 
     @property
     def unsent_bytes(self) -> int:
-        """That wait here."""
+        """Number of queued bytes."""
         return len(self._outgoing)
 
     def close(self) -> None:
-        """At once; what waits is not sent."""
+        """Close the connection immediately and discard queued data."""
         self.fail(Problem.CLOSED)
         self._socket.close()
 
     def fail(self, problem: Problem) -> None:
-        """It cannot go on, by the first problem that is told; its file stays open until `close`."""
+        """Record the first problem and stop the connection; its file stays open until `close`."""
         if self.problem is None:
             self.problem = problem
 
-    # Until it is open.
+    # The methods below establish the connection.
 
     def advance(self) -> None:
-        """Go on with the handshake as far as what came allows."""
+        """Continue the handshake as far as received data allows."""
         if self.problem is not None:
             return
         try:
@@ -142,12 +148,12 @@ class Connection:
         try:
             self._socket.getpeername()
         except OSError:
-            # Not yet.
+            # The connection is still being established.
             return
         self.stage = Stage.GATE
 
     def _verify(self) -> None:
-        """Of the side that serves: whether the other knows the secret."""
+        """Check on the server's side whether the client knows the secret."""
         answer = self._exactly(ANSWER_BYTES)
         if answer is None:
             return
@@ -157,7 +163,7 @@ class Connection:
             self.fail(Problem.SECRET)
 
     def _answer(self) -> None:
-        """Of the side that asks: show that we know the secret."""
+        """Prove on the client's side that this process knows the secret."""
         greeting = self._exactly(_GREETING.size)
         if greeting is None:
             return
@@ -170,13 +176,13 @@ class Connection:
             self._outgoing += answer_to(nonce, self._identity.gate_key)
             self.flush()
             if self._outgoing:
-                # 32 bytes that find no room are no beginning.
+                # A new socket that cannot accept 32 bytes is unusable.
                 self.fail(Problem.LOST)
             if self.problem is None:
                 self._begin_tls(self._identity.asking)
 
     def _exactly(self, count: int) -> bytes | None:
-        """The first `count` bytes that come, and not one that follows; None: not all are there."""
+        """Return exactly the first `count` bytes, or None if some are still missing."""
         came = self._socket.recv(count - len(self._incoming))
         if not came:
             self.fail(Problem.LOST)
@@ -198,22 +204,25 @@ class Connection:
         self.stage = Stage.TLS
 
     def _shake_hands(self) -> None:
-        assert isinstance(self._socket, ssl.SSLSocket), "there is a secret"
+        assert isinstance(self._socket, ssl.SSLSocket), "a secret is configured"
         self._socket.do_handshake()
         certificate = self._socket.getpeercert(binary_form=True)
-        assert certificate is not None, "one was required"
+        assert certificate is not None, "TLS requires a certificate"
         self.origin = origin_of(certificate)
         self.stage = Stage.OPEN
 
-    # Once it is open.
+    # The methods below use the open connection.
 
     def send(self, kind: int, frame: bytes) -> bool:
-        """Whether there was room for it; it is sent at once if nothing waits, else by `flush`."""
+        """Queue a message and send it immediately if nothing else is queued.
+
+        Return True if there was room for it.
+        """
         if self.problem is not None or self.stage is not Stage.OPEN:
             return False
         length = 1 + len(frame)
         if length > MESSAGE_BYTES_MAX:
-            # The other side would close the connection.
+            # The peer would close the connection.
             return False
         waits = len(self._outgoing)
         if waits + length > SENT_BYTES_MAX:
@@ -226,10 +235,10 @@ class Connection:
         return True
 
     def flush(self) -> None:
-        """Send what waits, as much as is taken without waiting."""
+        """Send as many queued bytes as the socket accepts."""
         while self._outgoing and self.problem is None:
             try:
-                # TLS wants to see the same bytes again where it could not send them.
+                # TLS requires the same bytes again after an attempt that failed.
                 sent = self._socket.send(bytes(self._outgoing[:WRITE_BYTES]))
             except _NOT_NOW:
                 return
@@ -239,7 +248,7 @@ class Connection:
             del self._outgoing[:sent]
 
     def waiting(self) -> bool:
-        """A whole message has come that was not read, or what is none."""
+        """Return True if a complete or an invalid message is buffered."""
         incoming = self._incoming
         if len(incoming) < _LENGTH.size:
             return False
@@ -247,7 +256,7 @@ class Connection:
         return len(incoming) >= _LENGTH.size + length or not 1 <= length <= MESSAGE_BYTES_MAX
 
     def read(self) -> bytes | None:
-        """The next message, the kind first; None: none has come in whole, or there is a `problem`."""
+        """Return the next message, starting with its kind, or None if none is complete."""
         if self.stage is not Stage.OPEN:
             return None
         for _ in range(READS_PER_MESSAGE_MAX):
@@ -256,7 +265,7 @@ class Connection:
         return self._first() if self.waiting() else None
 
     def _receive(self) -> bool:
-        """Take in what has come; whether there was anything."""
+        """Receive available data. Return True if there was any."""
         if self.problem is not None:
             return False
         try:

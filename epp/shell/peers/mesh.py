@@ -1,13 +1,12 @@
-"""Connections between replicas: one that we open to each of the others, and those they open to us.
+"""Connections between replicas: one outgoing and one incoming connection per peer.
 
-What a replica has to say goes to each peer over the connection that it opened itself; what that
-peer answers comes back on it. So every peer has a queue of its own in both directions, bounded in
-bytes: where one is full a frame is dropped and counted, and nobody waits. What is not read waits
-in the kernel's buffers, and beyond them at the sender.
+A replica sends its data over the connection that it opened, and answers come back on it. Each peer
+has its own queue per direction, limited in bytes. If a queue is full a frame is dropped and
+counted, and nothing blocks. Unread data waits in the kernel's buffers and then at the sender.
 
-Nothing is read when it comes but once a beat: waking up the event loop for a frame costs several
-times what the frame does, and a beat is as long as frames are gathered for anyhow. So no part of
-this runs but in a call from outside, and each call is bounded in connections, messages and bytes.
+Data is read once per beat, not on arrival: waking the event loop for a frame takes several times as
+long as the frame itself, and frames are collected for one beat anyway. Code in this module runs
+only within calls from outside. Each call is limited in connections, messages and bytes.
 """
 
 import errno
@@ -38,59 +37,58 @@ from epp.shell.starting import EVERYWHERE, cannot_listen
 
 PEERS_MAX: Final = 64
 GUESTS_MAX: Final = 2 * PEERS_MAX
-"""Connections of peers to us; of more the one gives way that was silent for longest."""
+"""Maximum number of incoming connections; beyond it the one with the longest silence is closed."""
 HANDSHAKES_PER_BEAT_MAX: Final = 8
-"""Steps of TLS, each some 0.3 ms, of those that have shown that they know the secret."""
+"""Maximum number of TLS steps per beat, each about 0.3 ms; only peers with the secret get there."""
 MESSAGES_PER_GUEST_MAX: Final = 8
-"""Of one in a turn, while others wait."""
+"""Maximum number of messages read from one peer while others wait."""
 HELLO_S: Final[Seconds] = 1.0
 SILENCE_S: Final[Seconds] = 4.0
-"""A peer that has not answered for so long is not sent to, until it does."""
+"""Time in seconds after which nothing is sent to a peer that does not answer."""
 GUEST_SILENCE_S: Final[Seconds] = 15.0
-"""A connection to us on which nothing came for so long is closed; peers say hello each second."""
+"""Time in seconds after which a silent incoming connection is closed; peers send hello each second."""
 CONNECT_AGAIN_S: Final[Seconds] = 5.0
-"""A connection on which nobody answers for so long is made anew."""
+"""Time in seconds after which an outgoing connection without answers is opened again."""
 STALL_S: Final[Seconds] = 0.5
-"""A beat that is late by so much was late because we stood still, which is no silence of others."""
+"""Delay of a beat in seconds from which this process itself was stalled, not its peers."""
 BACKLOG: Final = 512
 _RECONNECT_S: Final[Seconds] = 0.1
 _RECONNECT_S_MAX: Final[Seconds] = 5.0
 _LINGER_S: Final[Seconds] = 0.2
-"""What is not sent by then is not."""
+"""Time in seconds to send queued data at shutdown."""
 _LINGER_POLL_S: Final[Seconds] = 0.005
 
 _HELLO: Final = struct.Struct(f"<{ORIGIN_BYTES}sd")
-"""Origin, and for how many seconds its sender has been warm; 0: it is not."""
+"""Layout of a hello: origin, and seconds since the sender was warm, or 0 if it is not."""
 _COMPLAINTS: Final = {
-    Problem.VERSION: "what answers at the address of a replica is none, or of another version",
+    Problem.VERSION: "a peer address answers with another version or is not a replica",
     Problem.SECRET: (
-        "a connection between replicas failed its handshake: one of them has another secret, or "
-        "none, or is no replica"
+        "peer handshake failed: the secrets differ, one side has none, or the host is not a replica"
     ),
-    Problem.HANDSHAKE: "a connection between replicas failed its handshake: it has another secret",
-    Problem.MESSAGE: "a replica sent what is no message, its connection is closed",
+    Problem.HANDSHAKE: "peer handshake failed: the secrets differ",
+    Problem.MESSAGE: "a replica sent an invalid message; its connection is closed",
 }
-"""What an operator can do something about."""
+"""Log messages for problems that an operator can solve."""
 
 
 class Link:
-    """The connection that we open to one peer, and open again."""
+    """The outgoing connection to one peer, which is opened again after a failure."""
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.connection: Connection | None = None
-        """None: not now."""
+        """The connection, or None if there is none at the moment."""
         self.origin = b""
         self.warm_s: Seconds = 0.0
-        """For how long the peer had been warm when it last answered; 0: it is not."""
+        """Seconds for which the peer had been warm at its last answer, or 0 if it is not warm."""
         self.heard_at_s: Seconds | None = None
         self.up_since_s: Seconds | None = None
-        """None: it does not answer."""
+        """Time since which the peer answers, or None if it does not."""
         self.waits_since_s: Seconds = 0.0
-        """Since when there is a connection, or an answer is missing."""
+        """Time since which a connection exists or an answer is missing."""
         self.try_at_s: Seconds = 0.0
         self.pause_s: Seconds = _RECONNECT_S
-        """Before the try after the next."""
+        """Delay in seconds before the attempt after the next one."""
         self.polled = False
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -98,18 +96,21 @@ class Link:
 
 
 class Guest:
-    """A connection that a peer opened to us."""
+    """An incoming connection of a peer."""
 
     def __init__(self, host: str, connection: Connection, now: Seconds) -> None:
         self.host = host
         self.connection = connection
         self.origin = connection.origin
-        """By its certificate; in plaintext what its first hello says."""
+        """Origin from the certificate, or in plaintext from the first hello."""
         self.heard_at_s = now
 
 
 class Mesh:
-    """`open`, `connect` and `beat` as often as wanted, then `close`. Not a call of it waits."""
+    """A carrier over direct connections. No method blocks.
+
+    Call `open`, then `connect` and `beat` repeatedly, and finally `close`.
+    """
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class Mesh:
         port: int,
         complaints: Complaints | None = None,
     ) -> None:
-        """`port` 0: any that is free, then `port` says which."""
+        """`port` 0 selects a free port, which `port` contains afterwards."""
         self.port = port
         self._identity = identity
         self._origin = identity.origin
@@ -133,22 +134,23 @@ class Mesh:
         self._links: dict[str, Link] = {}
         self._guests: list[Guest] = []
         self._ending: list[Connection] = []
-        """Of which something is left to be sent."""
+        """Connections that still have data to send."""
         self._ourselves: set[str] = set()
-        """Addresses that answered with our own origin."""
+        """Addresses that answered with this process's own origin."""
         self._hello_at_s: Seconds = 0.0
         self._beaten_at_s: Seconds | None = None
         self._turn = 0
         self.warm_since_s: Seconds | None = None
-        """Since when we know what peers know, and can tell; set from outside."""
+        """Time since which this picker has the state of its peers and can share it; set from
+        outside."""
 
     def __repr__(self) -> str:
         return f"<Mesh [{len(self.up)} of {len(self._links)} peers answer]>"
 
-    # Its life.
+    # Methods that open and close the port.
 
     def open(self) -> None:
-        """Take the port. Raises `StartError`."""
+        """Bind the port. Raises `StartError`."""
         try:
             bound = _listening(self._address, self.port)
         except OSError as error:
@@ -159,7 +161,7 @@ class Mesh:
         self.port = bound.getsockname()[1]
 
     def close(self) -> None:
-        """Give back the port; what waits to be sent has `_LINGER_S`. `wait_closed` may wait for it."""
+        """Release the port. Queued data is sent within `_LINGER_S`, which `wait_closed` waits for."""
         if self._bound is None or self._selector is None:
             return
         self._selector.close()
@@ -175,7 +177,7 @@ class Mesh:
         self._guests.clear()
 
     def wait_closed(self) -> None:
-        """Wait until nothing is left to be sent; for a thread."""
+        """Wait until all queued data is sent. Call it in a thread."""
         ends_at_s = time.monotonic() + _LINGER_S
         while self._ending:
             over = time.monotonic() >= ends_at_s
@@ -187,10 +189,10 @@ class Mesh:
             if self._ending:
                 time.sleep(_LINGER_POLL_S)
 
-    # Who the peers are.
+    # Methods about the set of peers.
 
     def connect(self, addresses: Iterable[str]) -> None:
-        """The peers are now those at `addresses`, "ip:port" each; the first `PEERS_MAX` in order."""
+        """Replace the peers by those at `addresses`, "ip:port" each; at most `PEERS_MAX` in order."""
         found = set(addresses)
         self._ourselves &= found
         wanted = sorted(found - self._ourselves)
@@ -205,7 +207,7 @@ class Mesh:
 
     @property
     def known(self) -> int:
-        """Peers, whether they answer or not."""
+        """Number of known peers, including those that do not answer."""
         return len(self._links)
 
     @property
@@ -214,7 +216,7 @@ class Mesh:
 
     @property
     def up(self) -> list[Link]:
-        """Those that answer."""
+        """Links to peers that answer."""
         return [link for link in self._links.values() if link.up_since_s is not None]
 
     def rows(self, now: Seconds) -> list[PeerRow]:
@@ -231,19 +233,19 @@ class Mesh:
             for link in self._links.values()
         ]
 
-    # Frames.
+    # Methods that transport frames.
 
     def send(self, frame: bytes) -> None:
-        """To every peer that answers."""
+        """Send `frame` to every peer that answers."""
         for link in self._links.values():
             if link.up_since_s is not None:
                 self._send_counted(link, Kind.FRAME, frame)
 
     def answer(self, source: Source, kind: Kind, frame: bytes = b"") -> bool:
-        """To one peer; False: its queue is full, or it is gone."""
+        """Send a message to one peer. Return False if its queue is full or it is gone."""
         if isinstance(source, Link):
             return self._send_counted(source, kind, frame)
-        assert isinstance(source, Guest), "it came from here"
+        assert isinstance(source, Guest), "the source belongs to this mesh"
         if len(frame) > FRAME_BYTES_MAX:
             self._traffic.dropped()
             return True
@@ -257,9 +259,10 @@ class Mesh:
     def receive(
         self, messages_max: int, paused: Source | None = None
     ) -> tuple[list[Message], bool]:
-        """What has come, at most `messages_max` of it, and whether there may be more.
+        """Return at most `messages_max` received messages, and True if there may be more.
 
-        Of each peer in turn, at most `MESSAGES_PER_GUEST_MAX` of one. Of `paused` nothing is read.
+        Peers are read round robin, at most `MESSAGES_PER_GUEST_MAX` messages each. `paused` is not
+        read.
         """
         ready = [each for each in self._readable() if each is not paused]
         self._turn += 1
@@ -272,10 +275,10 @@ class Mesh:
                 more = True
         return found, more
 
-    # Once a beat.
+    # Methods called once per beat.
 
     def beat(self, now: Seconds) -> None:
-        """Let in who may come, greet, and notice who fell silent."""
+        """Accept connections, send hello messages, and detect silent peers."""
         if self._bound is None:
             return
         self._forgive_stall(now)
@@ -298,12 +301,12 @@ class Mesh:
                 self._leave(guest)
 
     def hello(self, now: Seconds) -> bytes:
-        """What says who we are and for how long we have been warm."""
+        """Return a hello with the own origin and the seconds since this process is warm."""
         warm_s = 0.0 if self.warm_since_s is None else max(now - self.warm_since_s, 1e-3)
         return _HELLO.pack(self._origin, warm_s)
 
     def greeted(self, message: Message, now: Seconds) -> None:
-        """Somebody said hello: answer, or, if it is the answer, know that the peer is there."""
+        """Process a hello: answer a request, or record that the peer answered."""
         source = message.source
         if len(message.frame) != _HELLO.size:
             self._traffic.unreadable()
@@ -313,7 +316,7 @@ class Mesh:
             if self._is_own(source, origin):
                 self.answer(source, Kind.HELLO, self.hello(now))
             return
-        assert isinstance(source, Link), "it came from here"
+        assert isinstance(source, Link), "the source belongs to this mesh"
         if source.connection is None:
             return
         if origin == self._origin:
@@ -328,13 +331,13 @@ class Mesh:
         if source.up_since_s is None:
             source.up_since_s = now
 
-    # The rest is how.
+    # The methods below are internal.
 
     def _is_own(self, guest: Guest, origin: bytes) -> bool:
-        """Whether `guest` may call itself `origin`, and calls itself so from now on.
+        """Return True if `guest` may use `origin`, and record that it does.
 
-        With a secret its certificate says. Without, who came first has the name, until it leaves
-        or comes anew from the same address.
+        With a secret the certificate determines the origin. Without one, the first connection owns
+        the origin until it closes or the same host connects again.
         """
         if guest.origin == origin:
             return True
@@ -342,7 +345,7 @@ class Mesh:
         if guest.origin or (namesake is not None and namesake.host != guest.host):
             self._traffic.failed("origin")
             self._complaints.say(
-                "a replica calls itself what another is called, its connection is closed",
+                "a replica uses the origin of another one; its connection is closed",
                 guest.heard_at_s,
                 address=guest.host,
             )
@@ -358,7 +361,7 @@ class Mesh:
         return [*ours, *(guest.connection for guest in self._guests)]
 
     def _forgive_stall(self, now: Seconds) -> None:
-        """While we stood still nobody could be heard."""
+        """Extend all deadlines by a stall of this process, because it could not receive anything."""
         if self._beaten_at_s is not None and (stalled_s := now - self._beaten_at_s) > STALL_S:
             for link in self._links.values():
                 link.waits_since_s += stalled_s
@@ -371,7 +374,7 @@ class Mesh:
         self._beaten_at_s = now
 
     def _accept(self, now: Seconds) -> None:
-        assert self._bound is not None, "it is open"
+        assert self._bound is not None, "the port is open"
         for _ in range(ACCEPTS_PER_BEAT_MAX):
             try:
                 accepted, (host, *_) = self._bound.accept()
@@ -380,13 +383,15 @@ class Mesh:
             except OSError as error:
                 self._traffic.failed("too many")
                 self._complaints.say(
-                    "a connection to --peer-port cannot be had", now, problem=error.strerror
+                    "no more connections to --peer-port can be accepted",
+                    now,
+                    problem=error.strerror,
                 )
                 return
             if not self._admission.admits(host):
                 accepted.close()
                 self._traffic.failed("refused")
-                self._complaints.say("a connection of a stranger was refused", now, address=host)
+                self._complaints.say("connection of an unknown host refused", now, address=host)
                 continue
             _prepare(accepted)
             connection = Connection(accepted, self._identity, serving=True, now=now)
@@ -395,13 +400,13 @@ class Mesh:
                 gives_way.connection.close()
                 self._traffic.failed("too many")
                 self._complaints.say(
-                    "too many connections to --peer-port that do not say who they are",
+                    "too many unauthenticated connections to --peer-port",
                     now,
                     address=gives_way.host,
                 )
 
     def _advance(self, now: Seconds) -> None:
-        """Go on with the handshakes of newcomers."""
+        """Continue the handshakes of new connections."""
         shaken = 0
         for newcomer in tuple(self._admission.newcomers):
             connection = newcomer.connection
@@ -426,10 +431,10 @@ class Mesh:
             self._complaints.say(_COMPLAINTS[problem], now, address=address)
 
     def _welcome(self, newcomer: Newcomer, now: Seconds) -> None:
-        assert self._selector is not None, "it is open"
+        assert self._selector is not None, "the mesh is open"
         guest = Guest(newcomer.host, newcomer.connection, now)
         if guest.origin:
-            # It has proved that it is the one whose former connection this was.
+            # The certificate proves that the earlier connection belongs to the same replica.
             for each in [each for each in self._guests if each.origin == guest.origin]:
                 self._leave(each)
         if len(self._guests) == GUESTS_MAX:
@@ -440,18 +445,20 @@ class Mesh:
         self._selector.register(guest.connection, selectors.EVENT_READ, guest)
 
     def _leave(self, guest: Guest) -> None:
-        """`guest` is no more."""
+        """Remove and close the connection of `guest`."""
         self._guests.remove(guest)
         self._unpoll(guest.connection)
         guest.connection.close()
 
     def _unpoll(self, connection: Connection) -> None:
-        """A selector finds one that was closed by looking through all."""
+        """Unregister a connection; after its close the selector would have to search all
+        connections.
+        """
         if self._selector is not None:
             self._selector.unregister(connection)
 
     def _tend(self, link: Link, now: Seconds) -> None:
-        """Connect, notice who fell silent, and try anew who is gone or has been silent for long."""
+        """Connect, detect a silent peer, and reconnect a peer that is gone or silent for long."""
         connection = link.connection
         if connection is None:
             if now >= link.try_at_s:
@@ -467,7 +474,7 @@ class Mesh:
             self._end(link, now)
             return
         if connection.stage is Stage.OPEN and not link.polled:
-            assert self._selector is not None, "it is open"
+            assert self._selector is not None, "the mesh is open"
             self._selector.register(connection, selectors.EVENT_READ, link)
             link.polled = True
             self._send(link, Kind.HELLO, self.hello(now))
@@ -486,7 +493,7 @@ class Mesh:
         except OSError as error:
             self._traffic.failed("too many")
             self._complaints.say(
-                "a connection to a replica cannot be had", now, problem=error.strerror
+                "no connection to a replica can be opened", now, problem=error.strerror
             )
             self._pause(link, now)
             return
@@ -497,7 +504,7 @@ class Mesh:
             link.connection.fail(Problem.REFUSED)
 
     def _end(self, link: Link, now: Seconds) -> None:
-        """The connection of `link` is over; there will be another."""
+        """End the connection of `link`; another one follows."""
         self._drop(link)
         link.up_since_s = None
         self._pause(link, now)
@@ -529,7 +536,7 @@ class Mesh:
         return False
 
     def _readable(self) -> list[Link | Guest]:
-        """Who has sent something, or of whom something waits here already."""
+        """Return the sources with data in the socket or in a buffer."""
         if self._selector is None:
             return []
         found = {id(key.data): key.data for key, _ in self._selector.select(0)}
@@ -540,7 +547,7 @@ class Mesh:
         return list(found.values())
 
     def _read(self, source: Link | Guest, messages_max: int, found: list[Message]) -> bool:
-        """Take at most so many; whether that was all there is."""
+        """Read at most `messages_max` messages. Return True if no more are left."""
         for _ in range(messages_max):
             message = None if source.connection is None else source.connection.read()
             if message is None:
@@ -549,7 +556,7 @@ class Mesh:
         return False
 
     def _take(self, source: Link | Guest, message: bytes, found: list[Message]) -> None:
-        """One message, if it is one."""
+        """Append a message to `found` if it is valid."""
         kind = KINDS.get(message[0])
         if kind is None:
             self._traffic.unreadable()
@@ -566,7 +573,7 @@ class Mesh:
 
 
 def _listening(address: IpAddress, port: int) -> socket.socket:
-    """A socket that listens. Raises `OSError`."""
+    """Return a listening socket. Raises `OSError`."""
     if address != EVERYWHERE:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, port), family=family, backlog=BACKLOG)
@@ -579,5 +586,5 @@ def _listening(address: IpAddress, port: int) -> socket.socket:
 
 def _prepare(connected: socket.socket) -> None:
     connected.setblocking(False)
-    # Frames are gathered already.
+    # Nagle's algorithm is disabled because frames are already collected.
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,7 +1,7 @@
-"""Moves frames between the exchange and what carries them: a beat, and turns of bounded work in it.
+"""Move frames between the exchange and its carrier in beats of bounded work.
 
-However much peers send, the loop is theirs for a fifth of the time at most; what is not read waits
-in the bounded queues of the carrier, and beyond them at the sender.
+However much peers send, the pump uses at most a fifth of the event loop's time. Unread data waits
+in the bounded queues of the carrier and then at the sender.
 """
 
 import asyncio
@@ -18,16 +18,21 @@ from epp.shell.peers.warm_start import SnapshotServer, WarmStart
 
 MESSAGES_PER_TURN_MAX: Final = 32
 MESSAGES_PER_BEAT_MAX: Final = 256
-"""Of all peers: 12,800 a second, where 64 peers in good order send half as many at most."""
+"""Maximum number of messages per beat.
+
+This is 12,800 a second; 64 peers in normal operation send at most half as many."""
 TICK_S: Final[Seconds] = 1.0
 PAUSE_SHARE: Final = 4.0
-"""So many times as long as a turn took the pump waits, when there is more to do."""
+"""Pause after a turn, as a multiple of its duration, if more work is left."""
 
-_CHANGES: Final = {"heard": "a replica is heard", "left": "a replica said goodbye"}
+_CHANGES: Final = {"heard": "a replica joined", "left": "a replica left"}
 
 
 class Pump:
-    """`run` as a task. What the exchange raises is counted, and costs no more than that turn."""
+    """A task that moves frames; run it with `run`.
+
+    An exception of the exchange is counted and costs only that turn.
+    """
 
     def __init__(
         self,
@@ -40,7 +45,7 @@ class Pump:
         server: SnapshotServer | None = None,
         beat_s: Seconds = OUTGOING_INTERVAL_S,
     ) -> None:
-        """Without `warm_start` and `server` the carrier has no snapshots."""
+        """The carrier has no snapshots if `warm_start` and `server` are None."""
         self._exchange = exchange
         self._carrier = carrier
         self._traffic = traffic
@@ -50,10 +55,10 @@ class Pump:
         self._beat_s = beat_s
         self._tick_at_s: Seconds = 0.0
         self.hurries = False
-        """Nobody is served yet, so that all the time there is may be taken."""
+        """True while the picker does not serve yet, so that the pump may use all the time."""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Move frames until cancelled."""
         while True:
             began_at_s = time.monotonic()
             self._contained(self.beat, began_at_s)
@@ -68,7 +73,7 @@ class Pump:
             await asyncio.sleep(max(0.0, self._beat_s - (time.monotonic() - began_at_s)))
 
     def last(self) -> None:
-        """After `run`: hand over what the exchange has to say in the end."""
+        """Send the last frames of the exchange after `run` has ended."""
         self._contained(self._say_goodbye, time.monotonic())
 
     def _say_goodbye(self, now: Seconds) -> bool:
@@ -77,7 +82,7 @@ class Pump:
         return False
 
     def beat(self, now: Seconds) -> bool:
-        """What is due once a beat; False."""
+        """Do the work of one beat. Always return False, because it leaves no work."""
         self._carrier.beat(now)
         for frame in self._exchange.outgoing(now):
             self._carrier.send(frame)
@@ -88,7 +93,7 @@ class Pump:
         return False
 
     def _tell_changes(self, now: Seconds) -> None:
-        """Who came and went, as lines of the log."""
+        """Log which replicas joined or left."""
         changes = self._exchange.changes
         if not changes:
             return
@@ -99,7 +104,10 @@ class Pump:
             silent_s = round(change.silent_s, 1)
             if change.kind == "lost":
                 self._complaints.say(
-                    "a replica is lost: nothing is heard of it", now, **about, silent_s=silent_s
+                    "a replica is lost, it has sent nothing for some time",
+                    now,
+                    **about,
+                    silent_s=silent_s,
                 )
             elif change.kind == "returned":
                 self._complaints.note("a replica is back", now, **about, silent_s=silent_s)
@@ -108,9 +116,9 @@ class Pump:
         changes.clear()
 
     def turn(self, now: Seconds) -> bool:
-        """Take in some of what came and apply some; whether more waits."""
+        """Receive and apply some frames. Return True if more are left."""
         exchange = self._exchange
-        # A snapshot comes as fast as it is applied; what is told live goes before it.
+        # Snapshot frames are read only as fast as they are applied; live frames take precedence.
         behind = self._warm_start.asked if self._warm_start and exchange.pending() else None
         messages, more = self._carrier.receive(MESSAGES_PER_TURN_MAX, paused=behind)
         for message in messages:
@@ -126,7 +134,7 @@ class Pump:
             self._traffic.took(taken)
             if taken is Taken.OTHER_VERSION:
                 self._complaints.say(
-                    "a replica speaks another version and is not heard: each decides as if alone",
+                    "a replica uses another version; both decide independently",
                     now,
                 )
         elif kind is Kind.HELLO:
@@ -145,7 +153,7 @@ class Pump:
     def _contained(self, step: Callable[[Seconds], bool], now: Seconds) -> bool:
         try:
             return step(now)
-        except Exception:  # noqa: BLE001  a task's boundary: a defect costs what peers know
+        except Exception:  # noqa: BLE001  The boundary of a task: a defect only loses the state of peers.
             self._traffic.failed("internal")
-            self._complaints.say("an exchange with peers failed", now, exc_info=True)
+            self._complaints.say("exchange with peers failed", now, exc_info=True)
             return False

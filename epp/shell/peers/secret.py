@@ -1,13 +1,13 @@
-"""What replicas know each other by: one secret in a file, and what follows from it.
+"""Derive the identity of replicas from one shared secret in a file.
 
-Of the secret a replica derives the key of an authority, which all replicas have in common, and
-lets it sign a certificate for a key that it draws for its own lifetime. In a handshake of TLS 1.3
-each side wants a certificate of that authority. So whoever does not know the secret cannot speak
-to a replica, nor read what replicas say, nor pass for one; and who does know it cannot pass for
-another replica, because an origin is the hash of the certificate that was shown. What was
-recorded cannot be read with a secret that becomes known later.
+A replica derives from the secret the key of a certificate authority, which all replicas share. The
+authority signs a certificate for a random key that lives as long as the process. Each side of a TLS
+1.3 handshake requires a certificate of this authority. A host without the secret can therefore
+neither talk to a replica nor read its traffic nor impersonate it. A host with the secret cannot
+impersonate another replica, because an origin is the hash of the presented certificate. Recorded
+traffic stays unreadable if the secret leaks later.
 
-Certificates have no term: the secret is what ends them. Clocks of replicas may differ.
+Certificates do not expire; changing the secret invalidates them. Clocks of replicas may differ.
 """
 
 import datetime as dt
@@ -30,25 +30,25 @@ from epp.core.peers.frames import ORIGIN_BYTES
 from epp.shell.starting import StartError
 
 SECRET_BYTES_MIN: Final = 32
-"""As `openssl rand -base64 32` and more; what can be guessed is no secret."""
+"""Minimum length of the secret in bytes; `openssl rand -base64 32` generates a longer one."""
 FILE_BYTES_MAX: Final = 65_536
 _AUTHORITY: Final = b"homing-peer-ca-1"
 _GATE: Final = b"homing-peer-gate"
-"""Of the hashes; another purpose of the same secret gives another key."""
+"""Purposes of derived keys; each purpose yields another key from the same secret."""
 _BEGIN: Final = dt.datetime(2020, 1, 1, tzinfo=dt.UTC)
 _END: Final = dt.datetime(9999, 12, 31, 23, 59, 59, tzinfo=dt.UTC)
-"""No end, as RFC 5280 (4.1.2.5) spells it."""
+"""A certificate without expiry, as defined by RFC 5280 (4.1.2.5)."""
 
 
 class Identity(Struct, frozen=True):
-    """Who this process is among its peers, and how it knows them."""
+    """The identity of this process and the means to authenticate its peers."""
 
     origin: bytes
-    """8 bytes: of the hash of its certificate, or random where there is no secret."""
+    """Eight bytes of the certificate's hash, or random bytes without a secret."""
     gate_key: bytes = b""
-    """With which a newcomer shows that it knows the secret before anything else is done for it."""
+    """Key that proves knowledge of the secret at the gate."""
     serving: ssl.SSLContext | None = None
-    """For connections to us; None, as is the next: in plaintext."""
+    """TLS context of incoming connections, or None for plaintext, like `asking`."""
     asking: ssl.SSLContext | None = None
 
     def __repr__(self) -> str:
@@ -56,7 +56,10 @@ class Identity(Struct, frozen=True):
 
 
 def read_secret(path: str, flag: str) -> bytes:
-    """The content of `path` that `flag` names, without white space round it. `StartError`."""
+    """Return the content of the file at `path` without surrounding white space.
+
+    `flag` names the file in errors. Raises `StartError`.
+    """
     try:
         with Path(path).open("rb") as file:
             content = file.read(FILE_BYTES_MAX + 1)
@@ -68,7 +71,10 @@ def read_secret(path: str, flag: str) -> bytes:
 
 
 def peer_identity(path: str) -> Identity:
-    """A new one by the secret in the file `path`; "": without a secret. Raises `StartError`."""
+    """Return a new identity for the secret in the file, or without a secret if `path` is "".
+
+    Raises `StartError`.
+    """
     if not path:
         return stranger()
     content = read_secret(path, "--peer-secret-file")
@@ -81,13 +87,13 @@ def peer_identity(path: str) -> Identity:
 
 
 def stranger() -> Identity:
-    """One that no secret vouches for: it speaks plaintext."""
+    """Return an identity without a secret, which uses plaintext."""
     return Identity(secrets.token_bytes(ORIGIN_BYTES))
 
 
 def identity_of(secret: bytes) -> Identity:
-    """A new one at each call, which all that know `secret` know for one of theirs."""
-    # Any 32 bytes are a key of Ed25519 (RFC 8032, 5.1.5).
+    """Return a new identity that every process with the same `secret` accepts."""
+    # Every 32 bytes are a valid Ed25519 key (RFC 8032, 5.1.5).
     authority_key = Ed25519PrivateKey.from_private_bytes(_derived(secret, _AUTHORITY))
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "homing peers")])
     authority = (
@@ -115,12 +121,12 @@ def identity_of(secret: bytes) -> Identity:
 
 
 def origin_of(certificate: bytes) -> bytes:
-    """The origin of who has the key of `certificate` (DER)."""
+    """Return the origin of a replica with this `certificate` (DER)."""
     return hashlib.sha256(certificate).digest()[:ORIGIN_BYTES]
 
 
 def answer_to(nonce: bytes, gate_key: bytes) -> bytes:
-    """What shows whoever drew `nonce` that one knows the secret; 32 bytes."""
+    """Return the 32 bytes that prove knowledge of the secret for `nonce`."""
     return hashlib.blake2b(nonce, key=gate_key, digest_size=32).digest()
 
 
@@ -147,9 +153,9 @@ def _context(kind: int, chain: bytes, key: bytes, authority: bytes) -> ssl.SSLCo
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=authority.decode("ascii"))
     if kind == ssl.PROTOCOL_TLS_SERVER:
-        # Nobody comes back to a session: a connection lasts as long as both processes.
+        # Session tickets are useless, because a connection lasts as long as both processes.
         context.num_tickets = 0
-    # Python takes them from files only. Nobody else can open these, and they are gone at once.
+    # Python loads certificates only from files. The files are private and deleted immediately.
     with tempfile.TemporaryDirectory(prefix="homing-") as folder:
         files = Path(folder, "tls.crt"), Path(folder, "tls.key")
         for file, content in zip(files, (chain, key), strict=True):

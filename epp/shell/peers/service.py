@@ -1,4 +1,4 @@
-"""All that a picker does with its replicas, as one object: who they are, what moves, how it ends."""
+"""The connection of a picker with its replicas: discovery, transport, warm start and shutdown."""
 
 import asyncio
 import time
@@ -28,17 +28,16 @@ from epp.shell.peers.warm_start import SnapshotServer, WarmStart
 from epp.shell.supervision import Loop, forever
 
 CATCH_UP_S: Final[Seconds] = 30.0
-"""Between two snapshots that are taken after the start."""
+"""Interval in seconds between snapshots taken after the start."""
 
 _log = structlog.get_logger(__name__)
 
 
 class Peers:
-    """Async context manager: its port is taken inside; `loops` are run as tasks beside the server.
+    """An async context manager that owns the peer port; run its `loops` as tasks.
 
-    Without a flag of the group "Replicas" it does nothing at all. `endpoints_known` begins the warm
-    start, and `ready` tells when that is over: what is known of endpoints that are not there yet
-    would be dropped.
+    Without a flag of the group "Replicas" it does nothing. `endpoints_known` starts the warm start,
+    because state of unknown endpoints would be dropped. `ready` tells when the warm start is over.
     """
 
     def __init__(
@@ -51,8 +50,11 @@ class Peers:
         on_snapshot: Callable[[str, Seconds], None],
         seed: int,
     ) -> None:
-        """`identity`: with the origin of `exchange`; `on_ready`: the warm start is over; `on_snapshot`: one came in whole, from where and in
-        how many seconds. Raises `StartError`.
+        """`identity` has the origin of `exchange`. `on_ready` is called when the warm start is
+        over.
+
+        `on_snapshot` receives the source of a complete snapshot and its duration in seconds. Raises
+        `StartError`.
         """
         self._flags = flags
         self._exchange = exchange
@@ -98,31 +100,31 @@ class Peers:
         self._taken = {"whole": 0, "none": 0}
         self._own: Final = address_of(flags.own_address, flags.peer_port)
         self.ready = not self.enabled
-        """Nothing that is worth waiting for will come in."""
+        """True once no further state is expected at start."""
 
     @property
     def enabled(self) -> bool:
-        """Whether there is anything to do."""
+        """True if replicas or a snapshot file are configured."""
         return self._carrier is not None or self._file is not None
 
     @property
     def known(self) -> int:
-        """Replicas besides ourselves, whether they answer or not."""
+        """Number of other known replicas, including those that do not answer."""
         return 0 if self._carrier is None else self._carrier.known
 
     @property
     def answering(self) -> int:
-        """Those of them that answer."""
+        """Number of other replicas that answer."""
         return 0 if self._carrier is None else self._carrier.answering
 
     async def __aenter__(self) -> Self:
-        """Raises `StartError` when the port cannot be had."""
+        """Open the port. Raises `StartError` if it is unavailable."""
         if self._mesh is not None:
             self._mesh.open()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """When its loops have ended: say what is left to say, and keep what is known."""
+        """Save the snapshot and send the last frames, after the loops have ended."""
         if self._file is not None and self.ready:
             await self._file.save_last()
         if self._mesh is not None and self._pump is not None:
@@ -131,7 +133,7 @@ class Peers:
             await asyncio.to_thread(self._mesh.wait_closed)
 
     def loops(self) -> dict[str, Loop]:
-        """What is to run until the end, by the name of its task."""
+        """Return the loops to run until the end, by the name of their task."""
         loops: dict[str, Loop] = {}
         if self.enabled:
             loops["peers: warm start"] = self._start_warm
@@ -149,7 +151,7 @@ class Peers:
         return loops
 
     def discovered(self, addresses: frozenset[str]) -> None:
-        """The replicas are now those at `addresses`, "ip:port" each, ourselves included or not."""
+        """Set the addresses of the replicas, "ip:port" each, with or without this one."""
         if self._mesh is None or self._warm_start is None:
             return
         self._mesh.connect(addresses - {self._own})
@@ -157,13 +159,16 @@ class Peers:
         _log.info("peers discovered", peers=self._mesh.known)
 
     def endpoints_known(self) -> None:
-        """The endpoints are there, so that what is known of them can be taken in."""
+        """Start the warm start, because the endpoints are known now."""
         self._endpoints_known.set()
 
-    # The warm start.
+    # The methods below implement the warm start.
 
     async def _start_warm(self) -> None:
-        """Then keep the file, if there is one. Started anew, it does not wait for a snapshot again."""
+        """Do the warm start, then save the file periodically.
+
+        A restart of this task skips the warm start.
+        """
         if not self.ready:
             await self._warm_up()
         if self._mesh is not None and self._mesh.warm_since_s is None:
@@ -185,7 +190,7 @@ class Peers:
             taking.cancel()
 
     async def _catch_up(self, warm_start: WarmStart) -> None:
-        """Take a snapshot of a peer that no longer keeps what we missed of it, now and then."""
+        """Periodically take a snapshot of a peer that no longer has frames that were missed."""
         wanted = self._exchange.snapshots_wanted
         while True:
             await asyncio.sleep(CATCH_UP_S)
@@ -197,7 +202,7 @@ class Peers:
                     self._on_snapshot("peer", time.monotonic() - began_at_s)
 
     async def _take_snapshots(self) -> None:
-        """From the file, then what is newer from a replica."""
+        """Load the file, then a newer snapshot from a replica."""
         began_at_s = time.monotonic()
         try:
             if self._file is not None and await self._file.load():
@@ -208,8 +213,8 @@ class Peers:
                 whole = await self._warm_start.run(deadline_s)
             elif self._broker is not None:
                 whole = await self._broker.first_snapshot()
-        except Exception:  # noqa: BLE001  a task's boundary: then it starts cold
-            self._complaints.say("no snapshot could be taken", time.monotonic(), exc_info=True)
+        except Exception:  # noqa: BLE001  The boundary of a task: the picker then starts cold.
+            self._complaints.say("no snapshot could be loaded", time.monotonic(), exc_info=True)
             return
         if self._carrier is None:
             return
@@ -218,7 +223,7 @@ class Peers:
             self._on_snapshot(
                 "peer" if self._mesh is not None else "broker", time.monotonic() - began_at_s
             )
-        _log.info("warm start over", whole=whole, peers=self._carrier.answering)
+        _log.info("warm start complete", whole=whole, peers=self._carrier.answering)
 
     def _over(self) -> None:
         if self._pump is not None:
@@ -226,10 +231,10 @@ class Peers:
         self.ready = True
         self._on_ready()
 
-    # For operators.
+    # The methods below are for operators.
 
     def rows(self) -> list[PeerRow]:
-        """The peers as the carrier knows them, with what the exchange knows of each."""
+        """Return the rows of peers from the carrier, with the figures of the exchange."""
         if self._carrier is None:
             return []
         known = {peer.origin.hex()[:8]: peer for peer in self._exchange.peers.values()}
@@ -263,6 +268,6 @@ class Peers:
 
 
 def _pool_name(flags: ServeFlags) -> str:
-    """The same in all replicas of one installation, another in every other one."""
+    """Return the name that all replicas of one installation share and no other one has."""
     pool = flags.pool_name or f"{crc32(flags.endpoint_selector.encode()):08x}"
     return f"{flags.own_namespace}/{pool}"

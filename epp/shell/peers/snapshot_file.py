@@ -1,7 +1,7 @@
-"""A snapshot on disk, for a picker whose peers are gone when it starts, or that has none.
+"""A snapshot of the shared state on disk, for a picker that starts without peers.
 
-The file is replaced as a whole, on disk before it takes its name. What is not whole, of another
-version or too old is ignored with one line of the log: it costs what a start without it costs.
+The file is replaced atomically and synced before it gets its name. A snapshot that is incomplete,
+too old or of another version is ignored with one line of the log, and the picker starts cold.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ from epp.shell.peers.snapshots import (
 
 WRITE_EVERY_S: Final[Seconds] = 30.0
 LAST_WRITE_S_MAX: Final[Seconds] = 5.0
-"""What writing may take when the picker ends."""
+"""Maximum time in seconds to write the snapshot at shutdown."""
 NAME: Final = "peers.snapshot"
 
 _log = structlog.get_logger(__name__)
 
 
 class SnapshotFile:
-    """`load` once, `run` as a task, and `save` in the end."""
+    """The snapshot file. Call `load` once, run `run` as a task, and call `save` in the end."""
 
     def __init__(
         self,
@@ -45,17 +45,17 @@ class SnapshotFile:
         every_s: Seconds = WRITE_EVERY_S,
         clock: Callable[[], Seconds] = time.time,
     ) -> None:
-        """`clock`: Unix time."""
+        """`clock` returns Unix time."""
         self.path: Final = Path(folder, NAME)
         self._exchange = exchange
         self._complaints = complaints
         self._every_s = every_s
         self._clock = clock
         self.outcomes = {"loaded": 0, "ignored": 0, "saved": 0, "failed": 0}
-        """Of reads and writes."""
+        """Number of reads and writes by outcome."""
 
     async def load(self) -> bool:
-        """Give what the file holds to the exchange; whether it held something."""
+        """Load the file into the exchange. Return True if it had a valid snapshot."""
         try:
             content = await asyncio.to_thread(_read, self.path)
         except FileNotFoundError:
@@ -64,7 +64,7 @@ class SnapshotFile:
             self._ignore(error.strerror or str(error))
             return False
         try:
-            # Hashing and taking apart some megabytes is nothing for the loop.
+            # Hashing and parsing some megabytes would block the event loop, so a thread does it.
             frames, age_s = await asyncio.to_thread(unpack, content, self._clock())
         except SnapshotError as error:
             self._ignore(str(error))
@@ -75,32 +75,35 @@ class SnapshotFile:
         return True
 
     async def run(self) -> None:
-        """Save now and then, until cancelled."""
+        """Save periodically until cancelled."""
         while True:
             await asyncio.sleep(self._every_s)
             await self.save()
 
     async def save(self, beside: str = f".{NAME}") -> bool:
-        """Write what is known now, first under the name `beside`; whether it could be."""
+        """Write the current state, first to the temporary name `beside`.
+
+        Return True if it succeeded.
+        """
         try:
             frames = await gathered(self._exchange)
             created_s = self._clock()
-            # In a thread: a volume that hangs must not hold the loop.
+            # A thread writes the file, because a volume that hangs must not block the event loop.
             await asyncio.to_thread(_write, self.path, beside, frames, created_s)
         except OSError as error:
             self._failed(problem=error.strerror or str(error))
             return False
-        except Exception:  # noqa: BLE001  a task's boundary: the exchange has a defect
+        except Exception:  # noqa: BLE001  The boundary of a task: the exchange has a defect.
             self._failed(exc_info=True)
             return False
         self.outcomes["saved"] += 1
         return True
 
     async def save_last(self) -> None:
-        """As `save`, when the picker ends: within `LAST_WRITE_S_MAX`."""
+        """Save at shutdown within `LAST_WRITE_S_MAX`."""
         try:
             async with asyncio.timeout(LAST_WRITE_S_MAX):
-                # Under another name: what `run` began may still be writing.
+                # Another temporary name is used, because a write of `run` may still be in progress.
                 await self.save(f".{NAME}.last")
         except TimeoutError:
             self._failed(problem=f"it took more than {LAST_WRITE_S_MAX:g} s")
@@ -108,24 +111,24 @@ class SnapshotFile:
     def _failed(self, **why: object) -> None:
         self.outcomes["failed"] += 1
         now = time.monotonic()
-        self._complaints.say("the snapshot is not saved", now, file=str(self.path), **why)
+        self._complaints.say("snapshot not saved", now, file=str(self.path), **why)
 
     def _ignore(self, problem: str) -> None:
         self.outcomes["ignored"] += 1
-        _log.warning("the snapshot is ignored", file=str(self.path), problem=problem)
+        _log.warning("snapshot ignored", file=str(self.path), problem=problem)
 
 
 def _read(path: Path) -> bytes:
-    """Raises `OSError`."""
+    """Return the content of the file. Raises `OSError`."""
     with path.open("rb") as file:
         content = file.read(SNAPSHOT_BYTES_MAX + 1)
     if len(content) > SNAPSHOT_BYTES_MAX:
-        raise OSError(f"it is larger than {SNAPSHOT_BYTES_MAX} bytes")
+        raise OSError(f"the file is larger than {SNAPSHOT_BYTES_MAX} bytes")
     return content
 
 
 def _write(path: Path, beside_name: str, frames: list[bytes], created_s: Seconds) -> None:
-    """Replace the file at `path`, safe from a crash of the node. Raises `OSError`."""
+    """Replace the file at `path` so that it survives a crash of the node. Raises `OSError`."""
     beside = path.with_name(beside_name)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW

@@ -1,9 +1,9 @@
-"""A whole snapshot as one piece of bytes, for a file or a broker, and back.
+"""Encode a snapshot as one piece of bytes for a file or a broker, and decode it.
 
     magic "HMSN" | version u16 | unused u16 | created, Unix time in ms, i64 | SHA-256 of the rest |
     frames, each: length u32 | bytes
 
-little-endian. The checksum is over everything else, the head included.
+Numbers are little-endian. The checksum covers everything else, including the head.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ from epp.core.peers.frames import FRAME_BYTES_MAX
 from epp.core.types import Seconds
 
 SNAPSHOT_BYTES_MAX: Final = 64 * 1024 * 1024
-"""Ten times what 1.7 million entries take."""
+"""Maximum size in bytes, ten times the size of 1.7 million entries."""
 SNAPSHOT_AGE_S_MAX: Final[Seconds] = 3_600.0
-"""Of an older one no index would keep anything by default; each entry has its own age besides."""
+"""Maximum age in seconds; by default indexes drop older entries, and each entry has its own age."""
 SKEW_S_MAX: Final[Seconds] = 60.0
-"""By how much clocks may differ: a snapshot from further in the future is none."""
+"""Maximum difference of clocks in seconds; a snapshot from further in the future is rejected."""
 PAUSE_SHARE: Final = 4.0
-"""So many times as long as a step took we wait before the next."""
+"""Pause after a step, as a multiple of its duration."""
 _MAGIC: Final = b"HMSN"
 _VERSION: Final = 1
 _HEAD: Final = struct.Struct("<4sHHq")
@@ -34,27 +34,30 @@ _LENGTH: Final = struct.Struct("<I")
 
 
 class SnapshotError(ValueError):
-    """Why a snapshot cannot be used: one sentence."""
+    """A snapshot is invalid. The message is one sentence."""
 
 
 def pack(frames: Sequence[bytes], created_s: Seconds) -> bytes:
-    """`created_s`: Unix time."""
+    """Encode frames created at the Unix time `created_s`."""
     head = _HEAD.pack(_MAGIC, _VERSION, 0, round(created_s * 1000))
     body = b"".join(part for frame in frames for part in (_LENGTH.pack(len(frame)), frame))
     return b"".join((head, _digest(head, body), body))
 
 
 def unpack(content: bytes, now_s: Seconds) -> tuple[list[bytes], Seconds]:
-    """The frames, and how old they are at the Unix time `now_s`. Raises `SnapshotError`."""
+    """Return the frames and their age in seconds at the Unix time `now_s`.
+
+    Raises `SnapshotError`.
+    """
     body_at = _HEAD.size + _DIGEST_BYTES
     if len(content) < body_at or content[: len(_MAGIC)] != _MAGIC:
-        raise SnapshotError("it is no snapshot")
+        raise SnapshotError("it is not a snapshot")
     head, body = content[: _HEAD.size], content[body_at:]
     _, version, _, created_ms = _HEAD.unpack(head)
     if version != _VERSION:
         raise SnapshotError(f"it has version {version}, expected {_VERSION}")
     if content[_HEAD.size : body_at] != _digest(head, body):
-        raise SnapshotError("it does not have the checksum that it names")
+        raise SnapshotError("it does not match the checksum that it contains")
     age_s = now_s - created_ms / 1000
     if not -SKEW_S_MAX <= age_s <= SNAPSHOT_AGE_S_MAX:
         raise SnapshotError(f"it is {age_s:.0f} s old, expected at most {SNAPSHOT_AGE_S_MAX:.0f}")
@@ -70,7 +73,7 @@ def _frames(body: bytes) -> list[bytes]:
             raise SnapshotError("it ends within a frame")
         at = start + _LENGTH.unpack_from(body, at)[0]
         if at > len(body) or at - start > FRAME_BYTES_MAX:
-            raise SnapshotError("a frame of it is longer than it may be")
+            raise SnapshotError("one of its frames is too long")
         frames.append(body[start:at])
     return frames
 
@@ -82,7 +85,10 @@ def _digest(head: bytes, body: bytes) -> bytes:
 
 
 async def gathered(exchange: PeerExchange, bytes_max: int = SNAPSHOT_BYTES_MAX) -> list[bytes]:
-    """The frames of a snapshot, made a turn of the loop each; the newest, if not all have room."""
+    """Return the frames of a snapshot, the newest ones if not all fit.
+
+    The event loop runs between two frames.
+    """
     frames: deque[bytes] = deque()
     left = bytes_max - _HEAD.size - _DIGEST_BYTES
     made = exchange.snapshot(time.monotonic())
@@ -99,7 +105,7 @@ async def gathered(exchange: PeerExchange, bytes_max: int = SNAPSHOT_BYTES_MAX) 
 
 
 async def feed(exchange: PeerExchange, frames: Sequence[bytes], age_s: Seconds) -> None:
-    """Give `frames` to the exchange, and let it apply each before the next."""
+    """Pass `frames` to the exchange, which applies each one before the next."""
     for frame in frames:
         exchange.receive_snapshot_frame(frame, time.monotonic(), age_s)
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""How it is with the peers: what operators are shown of it."""
+"""Statistics about peers for operators."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from epp.core.types import Seconds
 
 
 class Traffic:
-    """Totals of all peers, those that left included, so that they never fall."""
+    """Totals over all peers, including those that left, so that the totals never decrease."""
 
     __slots__ = ("bytes_received", "bytes_sent", "failures", "frames")
 
@@ -21,12 +21,14 @@ class Traffic:
             ("received", "dropped"): 0,
             **{("received", taken.value): 0 for taken in Taken if taken is not Taken.TAKEN},
         }
-        """(direction, outcome) -> frames; "dropped": the peer's queue was full; those of `Taken`
-        were "received" too."""
+        """Number of frames by direction and outcome.
+
+        "dropped" means that the peer's queue was full. Outcomes of `Taken` also count as
+        "received"."""
         self.bytes_sent = 0
         self.bytes_received = 0
         self.failures: dict[str, int] = {}
-        """Kind -> connections that failed, or were cut."""
+        """Number of connections that failed or were closed, by kind."""
 
     def dropped(self) -> None:
         self.frames["sent", "dropped"] += 1
@@ -39,7 +41,7 @@ class Traffic:
         self.frames["received", "unreadable"] += 1
 
     def took(self, taken: Taken) -> None:
-        """What became of a frame that was received."""
+        """Count the outcome of a received frame."""
         if taken is not Taken.TAKEN:
             self.frames["received", taken.value] += 1
 
@@ -48,34 +50,34 @@ class Traffic:
 
 
 class PeerRow(Struct, frozen=True, kw_only=True):
-    """One peer, for the page /debug/peers."""
+    """One peer on the page /debug/peers."""
 
     address: str
     origin: str
-    """The beginning of it, in hexadecimal digits; "" before the first answer."""
+    """First hexadecimal digits of the origin; "" before the first answer."""
     connected_s: Seconds | None
-    """For how long; None: it does not answer."""
+    """Seconds since the connection was made, or None if the peer does not answer."""
     heard_s: Seconds | None
-    """Since it was last heard of; None: never."""
+    """Seconds since the last message, or None if there was none."""
     bytes_sent: int = 0
     bytes_received: int = 0
     dropped: int = 0
-    """Frames, because its queue was full."""
+    """Number of frames dropped because the peer's queue was full."""
     lost: int = 0
-    """Frames of it that did not come, or came late."""
+    """Number of frames from the peer that were missing or late."""
     claims_cut: int = 0
-    """Of its load: more than can be true by what is known here."""
+    """Number of its load reports that were cut, because they exceeded what is possible."""
 
 
 class PeersSnapshot(Struct, frozen=True, kw_only=True):
-    """For a page of metrics."""
+    """Figures about peers for a metrics page."""
 
     known: int
-    """Whose addresses are known, ourselves left out."""
+    """Number of known addresses of other replicas."""
     frames: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    """As `Traffic.frames`."""
+    """Number of frames, as in `Traffic.frames`."""
     bytes_sent: int = 0
     bytes_received: int = 0
     failures: Mapping[str, int] = field(default_factory=dict)
     snapshots: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    """(Source or aim: "peer", "file", "broker", outcome) -> snapshots."""
+    """Number of snapshots by source or destination ("peer", "file", "broker") and outcome."""

@@ -1,7 +1,8 @@
-"""A snapshot from one replica to another: who asks, and who answers.
+"""Transfer a snapshot from one replica to another.
 
-A replica that starts asks the one that has been warm for longest, and if that one is busy or falls
-silent another. A replica answers one at a time, a frame a turn of the loop, as fast as it is taken.
+A starting replica requests it from the peer that has been warm for longest. If that peer is busy or
+silent, it requests it from another one. A replica sends one snapshot at a time, one frame per turn
+of the event loop, as fast as the receiver accepts it.
 """
 
 import asyncio
@@ -18,46 +19,49 @@ from epp.shell.peers.mesh import Link, Mesh
 
 POLL_S: Final[Seconds] = 0.02
 JITTER_S_MAX: Final[Seconds] = 0.3
-"""Replicas that start together do not all ask at the same moment."""
+"""Maximum random delay in seconds, so that replicas starting together do not all ask at once."""
 BUSY_S: Final = 0.05, 0.2
-"""Drawn from evenly: when a peer that serves another is asked again."""
+"""Bounds of the random delay in seconds before a busy peer is asked again."""
 SILENCE_S: Final[Seconds] = 0.5
-"""A peer that sends no part of a snapshot for so long is given up."""
+"""Time in seconds after which a peer that sends no part of a snapshot is given up."""
 STALL_S: Final[Seconds] = 5.0
-"""A peer that takes no part of one for so long is given up."""
+"""Time in seconds after which a receiver that accepts no part is given up."""
 PAUSE_SHARE: Final = 4.0
-"""So many times as long as a frame took to make we wait before the next."""
+"""Pause after a frame, as a multiple of the time it took to create."""
 
 
 class WarmStart:
-    """Asks; told by the pump what comes."""
+    """The receiver of snapshots. The pump reports the messages that arrive."""
 
     def __init__(self, mesh: Mesh, *, random: Random) -> None:
         self._mesh = mesh
         self._random = random
         self.asked: Link | None = None
-        """Whose snapshot is coming."""
+        """Link whose snapshot is being received."""
         self._heard_at_s: Seconds = 0.0
         self._ended = asyncio.Event()
         self._ending: Kind | None = None
-        """How the last one ended."""
+        """Kind of the message that ended the last snapshot."""
         self.discovered = asyncio.Event()
-        """It was told once who the peers are; set from outside."""
+        """Set once the peers are known; set from outside."""
 
     def expects(self, source: Source) -> bool:
-        """Whether parts of a snapshot from `source` were asked for."""
+        """Return True if a snapshot from `source` was requested."""
         return self.asked is not None and source is self.asked
 
     def part(self, now: Seconds) -> None:
         self._heard_at_s = now
 
     def ended(self, ending: Kind) -> None:
-        """`SNAPSHOT_END` or `SNAPSHOT_REFUSED`."""
+        """Record the end of a snapshot, `SNAPSHOT_END` or `SNAPSHOT_REFUSED`."""
         self._ending = ending
         self._ended.set()
 
     async def run(self, deadline_s: Seconds) -> bool:
-        """Ask until somebody gave all, nobody is left, or it is `deadline_s`; whether all came."""
+        """Request snapshots until one is complete, no peer is left, or it is `deadline_s`.
+
+        Return True if a snapshot is complete.
+        """
         tried: set[str] = set()
         busy: set[str] = set()
         try:
@@ -73,7 +77,7 @@ class WarmStart:
                     return False
                 await asyncio.sleep(POLL_S)
                 continue
-            # Who was busy is asked again, but after those who were not asked yet.
+            # Busy peers are asked again only after those that were not asked yet.
             chosen = min(warm, key=lambda link: (link.address in busy, -link.warm_s))
             told = await self._take_from(chosen)
             if told is Kind.SNAPSHOT_END:
@@ -86,14 +90,16 @@ class WarmStart:
         return False
 
     async def again(self, origin: bytes) -> bool:
-        """Take a snapshot of `origin`, whose frames we missed; whether it came in whole."""
+        """Take a snapshot of `origin` after missed frames. Return True if it is complete."""
         for link in self._mesh.up:
             if link.origin == origin and link.warm_s:
                 return await self._take_from(link) is Kind.SNAPSHOT_END
         return False
 
     async def _take_from(self, link: Link) -> Kind | None:
-        """How its snapshot ended, which may be after the deadline; None: it fell silent."""
+        """Return how the snapshot of `link` ended, possibly after the deadline; None if it fell
+        silent.
+        """
         self._ended.clear()
         self._heard_at_s = time.monotonic()
         self.asked = link
@@ -110,7 +116,7 @@ class WarmStart:
 
 
 class SnapshotServer:
-    """Answers; `run` as a task."""
+    """The sender of snapshots. Run `run` as a task."""
 
     def __init__(self, exchange: PeerExchange, mesh: Mesh, complaints: Complaints) -> None:
         self._exchange = exchange
@@ -119,10 +125,10 @@ class SnapshotServer:
         self._asker: Source | None = None
         self._asked = asyncio.Event()
         self.outcomes = {"sent": 0, "cut": 0, "refused": 0}
-        """Snapshots that were asked for; "cut": the peer left, or took too long."""
+        """Number of requested snapshots by outcome; "cut" means that the peer left or was too slow."""
 
     def wanted(self, source: Source) -> None:
-        """`source` asks for a snapshot."""
+        """Accept or refuse the request of `source` for a snapshot."""
         if self._asker is not None or self._mesh.warm_since_s is None:
             self.outcomes["refused"] += 1
             self._mesh.answer(source, Kind.SNAPSHOT_REFUSED)
@@ -131,16 +137,16 @@ class SnapshotServer:
         self._asked.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Serve requests until cancelled."""
         while True:
             await self._asked.wait()
             self._asked.clear()
-            assert self._asker is not None, "somebody asked"
+            assert self._asker is not None, "a request is pending"
             try:
                 whole = await self._serve(self._asker)
-            except Exception:  # noqa: BLE001  a task's boundary: the next may be luckier
+            except Exception:  # noqa: BLE001  The boundary of a task: the next request may succeed.
                 now = time.monotonic()
-                self._complaints.say("a snapshot could not be made", now, exc_info=True)
+                self._complaints.say("snapshot could not be created", now, exc_info=True)
                 whole = False
             finally:
                 self._asker = None
@@ -159,7 +165,7 @@ class SnapshotServer:
             await asyncio.sleep(PAUSE_SHARE * made_s)
 
     async def _given(self, asker: Source, kind: Kind, frame: bytes) -> bool:
-        """Whether the asker took it, as soon as there is room."""
+        """Send a message as soon as there is room. Return True if it was sent."""
         stalls_at_s = time.monotonic() + STALL_S
         while not self._mesh.answer(asker, kind, frame):
             if time.monotonic() >= stalls_at_s:

@@ -404,7 +404,9 @@ async def test_a_replica_speaks_for_itself_alone():
             told_by = dict(zip(picker.exchange.received, picker.exchange.origins, strict=True))
             assert told_by.pop(b"by a liar", b"") == b""
             assert told_by == {b"by the first": b"original", b"by the first again": b"original"}
-    assert [line["address"] for line in lines if "calls itself" in line["event"]] == ["127.0.0.2"]
+    assert [line["address"] for line in lines if "uses the origin" in line["event"]] == [
+        "127.0.0.2"
+    ]
 
 
 async def test_with_a_secret_an_origin_is_that_of_the_certificate():

@@ -84,7 +84,7 @@ async def test_what_is_told_is_sent_and_what_comes_is_received():
     with structlog.testing.capture_logs() as lines:
         await _told_and_received()
     assert [line["event"] for line in lines] == [
-        "a replica speaks another version and is not heard: each decides as if alone"
+        "a replica uses another version; both decide independently"
     ]
 
 
@@ -130,7 +130,7 @@ async def test_a_defect_of_the_exchange_costs_a_turn():
             rig.exchange.raises = False
             rig.exchange.told = [b"after"]
             await until(lambda: rig.carrier.sent == [b"after"], "the frame after it")
-    assert [line["event"] for line in lines] == ["an exchange with peers failed"]
+    assert [line["event"] for line in lines] == ["exchange with peers failed"]
     assert lines[0]["exc_info"]
 
 

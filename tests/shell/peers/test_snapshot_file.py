@@ -50,9 +50,9 @@ def _older(path):
     ("spoil", "problem"),
     [
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "checksum"),
-        (lambda path: path.write_bytes(b""), "it is no snapshot"),
-        (lambda path: path.write_bytes(os.urandom(5000)), "it is no snapshot"),
-        (lambda path: path.write_bytes(bytes(2_000_000)), "it is larger than"),
+        (lambda path: path.write_bytes(b""), "it is not a snapshot"),
+        (lambda path: path.write_bytes(os.urandom(5000)), "it is not a snapshot"),
+        (lambda path: path.write_bytes(bytes(2_000_000)), "the file is larger than"),
         (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
     ],
     ids=["cut", "empty", "noise", "huge", "folder"],

@@ -1,1 +1,1 @@
-"""Touches the API server: lists, watches, the Lease, Events."""
+"""Access the Kubernetes API server: lists, watches, the Lease and Events."""

@@ -1,4 +1,4 @@
-"""What can go wrong between us and the API server, by the kind of answer it calls for."""
+"""Kinds of failures of the API server, distinguished by how the picker must react."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -10,32 +10,32 @@ from epp.core.types import Seconds
 
 class ApiFailure(StrEnum):
     GONE = "gone"
-    """410: the resource version or the page token is too old; list anew."""
+    """Status 410: the resource version or page token is too old, so the list must be restarted."""
     UNAUTHORIZED = "unauthorized"
     FORBIDDEN = "forbidden"
     ABSENT = "absent"
-    """404: no such kind, because its CRD is missing, or no such object."""
+    """Status 404: the kind does not exist because its CRD is missing, or the object does not exist."""
     CONFLICT = "conflict"
-    """409: somebody else wrote the object in between."""
+    """Status 409: another client wrote the object in between."""
     THROTTLED = "throttled"
     SERVER = "server"
     """5xx."""
     STATUS = "status"
     """Any other status."""
     UNREACHABLE = "unreachable"
-    """No connection, or it broke."""
+    """The connection failed or broke."""
     SILENT = "silent"
-    """No byte for too long."""
+    """No byte arrived for too long."""
     WATCH = "watch"
     """The watch itself reported an error."""
     UNREADABLE = "unreadable"
-    """An answer that is no JSON, has no name where one must be, or is too long."""
+    """The answer is not JSON, lacks a name, or is too long."""
     INTERNAL = "internal"
-    """A bug on our side, contained to the one step."""
+    """A defect of the picker, contained to one step."""
 
 
 class ApiError(Exception):
-    """A request to the API server that failed; the message is one sentence."""
+    """A request to the API server failed. The message is one sentence."""
 
     def __init__(
         self, kind: ApiFailure, sentence: str, *, retry_after_s: Seconds | None = None
@@ -46,7 +46,7 @@ class ApiError(Exception):
 
 
 class KubeConfigError(Exception):
-    """There is no way to the API server: one sentence."""
+    """No API server is configured or reachable. The message is one sentence."""
 
 
 _BY_STATUS: Final[Mapping[int, ApiFailure]] = {
@@ -60,6 +60,6 @@ _BY_STATUS: Final[Mapping[int, ApiFailure]] = {
 
 
 def failure_of_status(status: int) -> ApiFailure:
-    """The kind of failure that an HTTP `status` other than 2xx is."""
+    """Return the kind of failure for an HTTP `status` other than 2xx."""
     known = _BY_STATUS.get(status) if status < 500 else ApiFailure.SERVER
     return known or ApiFailure.STATUS

@@ -1,7 +1,7 @@
-"""The API server over HTTP: where it is and who we are (`kubernetes.aio`), and one request function.
+"""Access the API server over HTTP: its address and credentials, and one request function.
 
-Raw JSON in both directions. The generated models of `kubernetes` are left alone: importing them
-takes 0.9 s and 27 MB, and the few members that we need are read faster without them.
+Bodies are raw JSON in both directions. The generated models of `kubernetes` are not imported,
+because that takes 0.9 s and 27 MB. Reading the few required members without them is also faster.
 """
 
 import contextlib
@@ -34,17 +34,17 @@ from epp.shell.kubernetes.api_errors import (
 )
 
 ANSWER_BYTES_MAX: Final = 256 * 1024 * 1024
-"""A page of a hundred pods of the greatest size that etcd stores."""
+"""Maximum size of an answer: a page of a hundred pods of the maximum size in etcd."""
 CONNECTIONS_MAX: Final = 32
 _REASON_BYTES_MAX: Final = 65_536
 
-# These have no types.
+# These objects have no types.
 _InClusterConfigLoader: Final[Any] = InClusterConfigLoader
 _load_kube_config: Final[Any] = load_kube_config
 
 
 class Credentials:
-    """Where the API server is and how to say who we are; read again when it was refused."""
+    """The address of the API server and the credentials for it, which are read again after a 401."""
 
     def __init__(
         self,
@@ -53,17 +53,17 @@ class Credentials:
         token_file: Path = Path(SERVICE_TOKEN_FILENAME),
         ca_file: Path = Path(SERVICE_CERT_FILENAME),
     ) -> None:
-        """Inside a cluster the pod's ServiceAccount, else `$KUBECONFIG` or ~/.kube/config."""
+        """Use the ServiceAccount of the pod in a cluster, otherwise `$KUBECONFIG` or ~/.kube/config."""
         self._environment = environment
         self._token_file = token_file
         self._ca_file = ca_file
         self.configuration: Final[Any] = Configuration()
 
     async def load(self) -> None:
-        """Raises `KubeConfigError`."""
+        """Read address and credentials. Raises `KubeConfigError`."""
         try:
             if SERVICE_HOST_ENV_NAME in self._environment:
-                # Reads the token anew once a minute: the kubelet replaces it hourly.
+                # The loader reads the token once a minute, because the kubelet replaces it hourly.
                 loader: Any = _InClusterConfigLoader(
                     str(self._token_file), str(self._ca_file), environ=self._environment
                 )
@@ -76,19 +76,19 @@ class Credentials:
                 )
         except (ConfigException, OSError) as problem:
             raise KubeConfigError(
-                f"the API server cannot be found: {problem}; expected to run in a pod with a "
-                "ServiceAccount, or a kubeconfig"
+                f"the configuration of the API server cannot be loaded: {problem}; expected to run "
+                "in a pod with a ServiceAccount, or a kubeconfig"
             ) from problem
 
     def _kubeconfig(self) -> str:
-        """Path, or paths; the library would only log that there is none."""
+        """Return the path or paths of the kubeconfig. The library would only log a missing file."""
         paths = self._environment.get("KUBECONFIG") or KUBE_CONFIG_DEFAULT_LOCATION
         if not any(Path(path).expanduser().is_file() for path in paths.split(os.pathsep)):
-            raise FileNotFoundError(f"there is no {paths}")
+            raise FileNotFoundError(f"{paths} does not exist")
         return paths
 
     async def header(self) -> dict[str, str]:
-        """The header that says who we are; none where a client certificate does.
+        """Return the authorization header, or nothing if a client certificate is used.
 
         Raises `ApiError` if the token cannot be read.
         """
@@ -96,19 +96,20 @@ class Credentials:
             settings = await self.configuration.auth_settings()
         except (ConfigException, OSError) as problem:
             raise ApiError(
-                ApiFailure.UNAUTHORIZED, f"our own token cannot be read: {problem}"
+                ApiFailure.UNAUTHORIZED,
+                f"the token of the ServiceAccount cannot be read: {problem}",
             ) from problem
         token = settings.get("BearerToken", {}).get("value")
         return {"authorization": token.strip()} if token else {}
 
     async def renew(self) -> None:
-        """They were refused: read them again, from wherever they came."""
+        """Read the credentials again after they were refused."""
         with contextlib.suppress(KubeConfigError):
-            # What cannot be read now is tried again after the next refusal; the old one stays.
+            # If this fails, the old credentials stay and the next refusal triggers another attempt.
             await self.load()
 
     def tls(self) -> ssl.SSLContext | None:
-        """What to trust and what to show. None: the API server is spoken to in plaintext."""
+        """Return the TLS settings, or None if the API server uses plaintext."""
         told = self.configuration
         if not told.host.startswith("https"):
             return None
@@ -118,13 +119,16 @@ class Credentials:
         if not told.verify_ssl:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
-        # Python 3.13 asks for extensions that the CAs of many clusters do not write.
+        # Python 3.13 requires extensions that the CAs of many clusters lack.
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT
         return context
 
 
 class KubeClient:
-    """Async context manager. Every failure is an `ApiError`."""
+    """An HTTP client for the API server and an async context manager.
+
+    Every failure is an `ApiError`.
+    """
 
     def __init__(
         self,
@@ -133,26 +137,28 @@ class KubeClient:
         timeout_s: Seconds = 30.0,
         connect_timeout_s: Seconds = 10.0,
     ) -> None:
-        """`timeout_s`: the longest silence within an answer that is no watch."""
+        """`timeout_s` is the maximum time without data within an answer that is not a watch."""
         self._credentials = credentials
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        """Raises `KubeConfigError`."""
+        """Load the credentials. Raises `KubeConfigError`."""
         await self._credentials.load()
         try:
             tls = self._credentials.tls()
         except (OSError, ssl.SSLError) as problem:
-            raise KubeConfigError(f"the API server's certificate: {problem}") from problem
+            raise KubeConfigError(
+                f"the certificate for the API server is invalid: {problem}"
+            ) from problem
         connector = aiohttp.TCPConnector(
             limit=CONNECTIONS_MAX, ssl=tls if tls is not None else True
         )
         self._session = aiohttp.ClientSession(
             connector=connector,
             headers={"accept": "application/json", "user-agent": f"homing/{__version__}"},
-            # A redirect would carry the token to wherever it points.
+            # A redirect would send the token to another server.
             timeout=aiohttp.ClientTimeout(total=None),
         )
         return self
@@ -169,7 +175,7 @@ class KubeClient:
         query: Mapping[str, str] | None = None,
         body: object = None,
     ) -> bytes:
-        """The whole answer. `body` is sent as JSON."""
+        """Return the complete answer. `body` is sent as JSON. Raises `ApiError`."""
         async with self.stream(
             method, path, query, body=body, silence_s_max=self._timeout_s
         ) as chunks:
@@ -181,7 +187,7 @@ class KubeClient:
                 if total > ANSWER_BYTES_MAX:
                     raise ApiError(
                         ApiFailure.UNREADABLE,
-                        f"{method} {path}: the answer is longer than {ANSWER_BYTES_MAX} bytes",
+                        f"{method} {path}: the answer exceeds {ANSWER_BYTES_MAX} bytes",
                     )
             return b"".join(parts)
 
@@ -195,11 +201,11 @@ class KubeClient:
         body: object = None,
         silence_s_max: Seconds,
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The answer as it comes, in chunks of any size; empty chunks never.
+        """Yield the answer in chunks of any size as they arrive; no chunk is empty.
 
         Raises `ApiError` on entering, while reading, and after `silence_s_max` without a byte.
         """
-        assert self._session is not None, "the client was entered"
+        assert self._session is not None, "the client must be entered"
         configuration = self._credentials.configuration
         headers = await self._credentials.header()
         data = None
@@ -226,8 +232,8 @@ class KubeClient:
                 _keep_alive(response)
                 yield response.content.iter_any()
         except TimeoutError as problem:
-            # aiohttp's own are OSErrors too; a `TimeoutError` of `asyncio.timeout` round us comes
-            # as a cancellation and passes by.
+            # Timeouts of aiohttp are OSErrors too. A timeout of an enclosing `asyncio.timeout`
+            # arrives as a cancellation instead.
             raise ApiError(
                 ApiFailure.SILENT, f"{what}: no byte for {silence_s_max:g} s"
             ) from problem
@@ -253,7 +259,7 @@ class _Status(msgspec.Struct, frozen=True):
 
 
 def _reason(body: bytes) -> str:
-    """What the API server's Status says; nothing if a proxy answered in its place."""
+    """Return the message in the API server's Status, or "" if a proxy answered."""
     try:
         message = msgspec.json.decode(body, type=_Status).message
     except ValueError:
@@ -262,13 +268,13 @@ def _reason(body: bytes) -> str:
 
 
 def _seconds(retry_after: str) -> Seconds | None:
-    """The API server sends whole seconds; a date of a proxy is not looked at."""
+    """Parse a number of seconds; a date, which a proxy may send, yields None."""
     known = retry_after.isascii() and retry_after.isdigit() and len(retry_after) < 10
     return float(retry_after) if known else None
 
 
 def _keep_alive(response: aiohttp.ClientResponse) -> None:
-    """Let the kernel find out when the other end of a long silence is gone."""
+    """Let the kernel detect during a long silence that the server is gone."""
     connection = response.connection
     transport = connection.transport if connection is not None else None
     raw: socket.socket | None = transport.get_extra_info("socket") if transport else None

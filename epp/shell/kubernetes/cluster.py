@@ -1,4 +1,4 @@
-"""All that the picker does with the API server of its cluster, as one object and one task."""
+"""The picker's connection with the API server of its cluster, as one object and one task."""
 
 import asyncio
 import socket
@@ -33,18 +33,19 @@ _log = structlog.get_logger(__name__)
 
 
 class ClusterTiming(Struct, frozen=True, kw_only=True):
-    """Every wait there is, short in tests."""
+    """Delays and timeouts, which tests shorten."""
 
     watch: Timing = Timing()
     election: ElectionTiming = ElectionTiming()
 
 
 class Cluster:
-    """`connect`, then `run` as a task, then `close`.
+    """The connection to the cluster. Call `connect`, run `run` as a task, and call `close`.
 
-    `on_found(found)`: endpoints, objectives or rewrites are others; `on_ready`: `ready` may be;
-    `on_config(text, told_by)`: the ConfigMap, or the file it is mounted as, says something else;
-    `on_peers(addresses)`: the replicas of `--peer-service` are others.
+    - `on_found(found)` is called when endpoints, objectives or rewrites changed.
+    - `on_ready` is called when `ready` may have changed.
+    - `on_config(text, told_by)` is called when the ConfigMap or its mounted file changed.
+    - `on_peers(addresses)` is called when the replicas of `--peer-service` changed.
     """
 
     def __init__(  # noqa: PLR0913 - four listeners, and what tests replace
@@ -103,16 +104,16 @@ class Cluster:
 
     @property
     def ready(self) -> bool:
-        """Pool and pods are known."""
+        """True if the pool and its pods are known."""
         return self.discovery.synced
 
     @property
     def leading(self) -> bool | None:
-        """None: there is no election."""
+        """True if this replica leads, or None without leader election."""
         return self._elector.leading if self._elector else None
 
     def reflections(self) -> dict[str, Reflection]:
-        """How it is with each kind of object, by resource."""
+        """Return the state of each kind of object, by resource."""
         found = self.discovery.reflections()
         if self._config_map is not None:
             found["configmaps"] = self._config_map.reflection()
@@ -121,7 +122,7 @@ class Cluster:
         return found
 
     def snapshot(self) -> ClusterSnapshot:
-        """How it is with the API server, for a page of metrics."""
+        """Return the state of the connection for a metrics page."""
         return ClusterSnapshot(
             kinds=self.reflections(),
             events={"written": self._events.written, "dropped": self._events.dropped},
@@ -129,22 +130,22 @@ class Cluster:
         )
 
     def tell(self, *, applied: bool, message: str) -> None:
-        """Write an Event about a new configuration on the pool, if the rate allows it."""
+        """Write an Event about a new configuration on the pool, if the rate limit allows it."""
         pool = self.discovery.pool
         if pool is not None:
             reason = Reason.CONFIG_APPLIED if applied else Reason.CONFIG_REJECTED
             self._events.record(reason, message, pool)
 
     async def connect(self) -> None:
-        """Find the API server; before `run`. Raises `KubeConfigError`."""
+        """Load the configuration of the API server, before `run`. Raises `KubeConfigError`."""
         await self._client.__aenter__()
 
     async def close(self) -> None:
-        """After `run`."""
+        """Close the client, after `run`."""
         await self._client.__aexit__()
 
     async def run(self) -> None:
-        """Until cancelled; owns every task."""
+        """Run all tasks until cancelled."""
         loops: dict[str, Loop] = {"discovery": self.discovery.run, "events": self._events.run}
         if self._config_map is not None:
             loops["watch config"] = self._config_map.run
@@ -163,13 +164,13 @@ class Cluster:
                 self._election_task.cancel()
 
     def retire(self) -> None:
-        """Lead no more and let another replica take over, but go on discovering."""
+        """Stop leading so that another replica can lead, but continue discovery."""
         self._retired = True
         if self._election_task is not None:
             self._election_task.cancel()
 
     async def retired(self) -> None:
-        """Wait after `retire` until the Lease is given back, or for as long as that may take."""
+        """Wait after `retire` until the Lease is released, or that has timed out."""
         if self._election_task is not None:
             await asyncio.wait({self._election_task})
 
@@ -190,7 +191,7 @@ class Cluster:
             timing=timing,
         )
 
-    # The configuration.
+    # The methods below watch the configuration.
 
     def _config_reflector(self, seed: int, timing: Timing) -> Reflector[bytes] | None:
         flags = self._flags
@@ -215,8 +216,8 @@ class Cluster:
         text = self._config_map.objects.get(self._flags.config_map)
         if text is None:
             _log.error(
-                f"{self._config_map_name} is not there or has not the key of the configuration, "
-                "the last good one stays"
+                f"{self._config_map_name} is missing or lacks the key of the configuration; the "
+                "last valid configuration stays in force"
             )
             return
         self.config.watch_told(text)
@@ -249,7 +250,7 @@ def _scope(flags: ServeFlags) -> Scope:
 
 
 def _lease_name(flags: ServeFlags) -> str:
-    """The same in all replicas of one installation, another in every other one."""
+    """Return the name that all replicas of one installation share and no other one has."""
     if flags.lease_name:
         return flags.lease_name
     return f"homing-{flags.pool_name or f'{crc32(flags.endpoint_selector.encode()):08x}'}"

@@ -1,8 +1,8 @@
-"""Which text is the configuration: the mounted file's, or the watched ConfigMap's. Pure.
+"""Decide whether the mounted file or the watched ConfigMap supplies the configuration.
 
-Both show the same ConfigMap, the watch within a second and the file up to 90 s later. So while the
-watch is in touch it alone counts; while it is not, the file does. A file that merely catches up
-with what the watch has told is no news: applying it would go back to an older text.
+Both show the same ConfigMap: the watch within a second, the file up to 90 s later. The watch alone
+counts while it is connected; the file counts while it is not. A file that shows an older text of
+the watch is ignored, because applying it would revert the configuration. This module has no I/O.
 """
 
 import hashlib
@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Final
 
 VERSIONS_MAX: Final = 64
-"""Texts of the watch that the file has yet to show."""
+"""Maximum number of texts of the watch that the file has not shown yet."""
 
 
 class ConfigSource:
-    """Calls `apply(text, told_by)` whenever the text that counts is another.
+    """A selector that calls `apply(text, told_by)` whenever the effective text changes.
 
-    `told_by` is `watched`, the name of the ConfigMap, or `file`, that of the file.
+    `told_by` is `watched`, the name of the ConfigMap, or `file`, the name of the file.
     """
 
     def __init__(self, apply: Callable[[bytes, str], None], *, watched: str, file: str) -> None:
@@ -26,20 +26,20 @@ class ConfigSource:
         self._file_name = file
         self._in_touch = False
         self._ahead: deque[bytes] = deque(maxlen=VERSIONS_MAX)
-        """Digests that the watch told and the file has not shown yet, oldest first."""
+        """Digests of texts that the watch delivered and the file has not shown, oldest first."""
         self._file: bytes | None = None
-        """What the file shows that the watch has not told."""
+        """Text of the file that the watch has not delivered, or None."""
         self._applied: bytes | None = None
 
     def started(self, text: bytes) -> None:
-        """`text` of the file is in force from the start."""
+        """Record that `text` of the file is in force from the start."""
         self._applied = _digest(text)
 
     def file_changed(self, text: bytes) -> None:
-        """The file shows another text."""
+        """Process a new text of the file."""
         digest = _digest(text)
         if digest in self._ahead:
-            # The kubelet may have skipped versions, never gone back.
+            # The kubelet may skip versions but never goes back.
             while self._ahead.popleft() != digest:
                 pass
             self._file = None
@@ -49,16 +49,16 @@ class ConfigSource:
             self._use(text, self._file_name)
 
     def watch_told(self, text: bytes) -> None:
-        """The ConfigMap says `text`."""
+        """Process a new text of the ConfigMap."""
         digest = _digest(text)
         if digest != self._applied and (self._file is None or _digest(self._file) != digest):
             self._ahead.append(digest)
-        # What the file alone has shown is older than this, or the same.
+        # A text that only the file has shown is older than this one or equal.
         self._file = None
         self._use(text, self._watched_name)
 
     def watch_in_touch(self, in_touch: bool) -> None:
-        """Whether a change of the ConfigMap would be heard of now."""
+        """Set whether the watch would currently receive a change of the ConfigMap."""
         self._in_touch = in_touch
         if not in_touch and self._file is not None:
             self._use(self._file, self._file_name)

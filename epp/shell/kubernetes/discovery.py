@@ -1,8 +1,8 @@
-"""The pool and its pods, as the API server has them -> endpoints, priorities and model rewrites.
+"""Discover the pool and its pods: endpoints, priorities and model rewrites.
 
-With a pool its InferencePool gives the selector and the ports; without one they are given. A
-selector that changes starts a new list and watch of pods, and until its first list is in, the
-endpoints of the old one serve.
+With a pool, its InferencePool supplies the selector and the ports; otherwise flags do. A new
+selector starts a new list and watch of pods. The old endpoints serve until the first list is
+complete.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Scope(Struct, frozen=True, kw_only=True):
-    """What to discover: the pods of a pool, or of a selector with these ports."""
+    """The scope of discovery: the pods of a pool, or of a selector with these ports."""
 
     namespace: str
     pool_name: str = ""
@@ -49,7 +49,7 @@ class Scope(Struct, frozen=True, kw_only=True):
 
 
 class Discovery:
-    """`on_change` is called on the loop whenever `found` or `synced` is something else."""
+    """A discovery that calls `on_change` in the event loop whenever `found` or `synced` changes."""
 
     def __init__(
         self,
@@ -70,25 +70,25 @@ class Discovery:
         self._group: asyncio.TaskGroup | None = None
         self._pool = None if not scope.pool_name else self._pool_reflector()
         self._pods: Reflector[Pod] | None = None
-        """Whose pods serve; None until a list of pods is in."""
+        """Reflector of the pods that serve, or None before the first list of pods."""
         self._coming: Reflector[Pod] | None = None
-        """Whose first list is on its way."""
+        """Reflector whose first list is in progress, or None."""
         self._coming_task: asyncio.Task[None] | None = None
         self._selector = ""
         self._objectives = self._extension("inferenceobjectives", objective_reader)
         self._rewrites = self._extension("inferencemodelrewrites", rewrite_reader)
         self.found = Found()
         self.synced = False
-        """The pool is there and its pods were listed once."""
+        """True if the pool exists and its pods were listed once."""
 
     @property
     def pool(self) -> Pool | None:
-        """The InferencePool; None while there is none, or without one."""
+        """The InferencePool, or None if it does not exist or no pool is configured."""
         found = self._pool.objects if self._pool else {}
         return found.get(self._scope.pool_name)
 
     def reflections(self) -> dict[str, Reflection]:
-        """How it is with each kind of object, by resource."""
+        """Return the state of each kind of object, by resource."""
         reflectors: dict[str, Reflector[Any] | None] = {
             "inferencepools": self._pool,
             "pods": self._coming or self._pods,
@@ -98,7 +98,7 @@ class Discovery:
         return {name: kept.reflection() for name, kept in reflectors.items() if kept is not None}
 
     async def run(self) -> None:
-        """Discover until cancelled; owns every task."""
+        """Discover until cancelled; this owns all tasks."""
         async with asyncio.TaskGroup() as group:
             self._group = group
             for name, reflector in (
@@ -108,7 +108,7 @@ class Discovery:
             ):
                 if reflector is not None:
                     self._start(f"watch {name}", reflector.run)
-            # Those whose pods serve, where this is started anew.
+            # After a restart of this task, the current pods are watched again.
             pods = self._coming or self._pods
             if pods is not None:
                 self._coming_task = self._start("watch pods", pods.run)
@@ -117,10 +117,10 @@ class Discovery:
             await forever()
 
     def _start(self, name: str, loop: Loop) -> "asyncio.Task[None]":
-        assert self._group is not None, "watches run inside `run`"
+        assert self._group is not None, "watches start only within `run`"
         return self._group.create_task(self._supervisor.keep(name, loop), name=name)
 
-    # How the watches are made.
+    # The methods below create the watches.
 
     def _random(self, purpose: str) -> Random:
         return Random(f"{self._seed}:kube:{purpose}")  # noqa: S311  jitter, not secrets
@@ -145,7 +145,7 @@ class Discovery:
     def _extension(
         self, resource: str, reader: Callable[[str, str], Callable[[bytes], T | None]]
     ) -> Reflector[T] | None:
-        """The watch of a kind that belongs to a pool and that a cluster may be without."""
+        """Return a reflector for a kind that refers to a pool and may be missing in a cluster."""
         scope = self._scope
         if not scope.pool_name:
             return None
@@ -167,14 +167,14 @@ class Discovery:
             optional=True,
         )
 
-    # What changed.
+    # Callbacks of the reflectors.
 
     def _pool_changed(self) -> None:
         pool = self.pool
         if pool is None:
             _log.error(
-                f"there is no InferencePool {self._scope.pool_name} in namespace "
-                f"{self._scope.namespace}: there are no endpoints and we are not ready"
+                f"InferencePool {self._scope.pool_name} does not exist in namespace "
+                f"{self._scope.namespace}: there are no endpoints and the picker is not ready"
             )
         else:
             _log.info(
@@ -187,13 +187,13 @@ class Discovery:
         self._update()
 
     def _select(self, label_selector: str) -> None:
-        """Watch the pods that `label_selector` chooses, from their list on."""
+        """Watch the pods of `label_selector`, starting with their list."""
         if label_selector == self._selector:
             return
         self._selector = label_selector
         before = self._coming or self._pods
         if self._coming_task is not None:
-            # What it holds goes on serving, but no late event of it is heard any more.
+            # Its pods continue to serve, but later events of it are ignored.
             self._coming_task.cancel()
         coming: Reflector[Pod] = Reflector(
             self._client,
@@ -219,7 +219,7 @@ class Discovery:
         self._update()
 
     def _update(self) -> None:
-        """Work out what there is now, and tell if it is something else."""
+        """Compute the current state, and report it if it changed."""
         pool = self.pool
         ports = pool.target_ports if pool else self._scope.target_ports
         there = self._pods is not None and (pool is not None or self._pool is None)

@@ -1,4 +1,4 @@
-"""Kubernetes Events on the InferencePool: what `kubectl describe` shows of our configuration."""
+"""Write Kubernetes Events about the configuration on the InferencePool, for `kubectl describe`."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ from epp.shell.kubernetes.client import KubeClient
 from epp.shell.kubernetes.objects import Collection, Pool
 
 MESSAGE_CHARACTERS_MAX: Final = 1_024
-"""What the API server takes."""
+"""Maximum number of characters that the API server accepts."""
 PENDING_MAX: Final = 8
 COMPONENT: Final = "homing"
 
@@ -35,10 +35,10 @@ class _Pending(Struct, frozen=True):
 
 
 class EventRecorder:
-    """Writes Events about a pool, at most `burst` at once and then one every `refill_s`.
+    """A writer of Events about a pool: at most `burst` at once, then one every `refill_s`.
 
-    Events are news, not a record: what comes too fast, or while the API server is away, is counted
-    in `dropped` and forgotten.
+    Events are notifications and not a record. Events that exceed the rate or cannot be written are
+    counted in `dropped` and discarded.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class EventRecorder:
         burst: int = 10,
         refill_s: Seconds = 30.0,
     ) -> None:
-        """`instance`: the name of our pod."""
+        """`instance` is the name of the picker's pod."""
         self._client = client
         self._collection = Collection(resource="events", namespace=namespace)
         self._pool_api_version = f"{pool_group}/v1"
@@ -67,7 +67,7 @@ class EventRecorder:
         self.dropped = 0
 
     def record(self, reason: Reason, message: str, pool: Pool) -> None:
-        """Have an Event written soon, if the rate allows it. Never blocks, never fails."""
+        """Queue an Event if the rate limit allows it. This never blocks and never fails."""
         now = time.monotonic()
         refilled = (now - self._refilled_at_s) / self._refill_s
         self._allowed = min(float(self._burst), self._allowed + refilled)
@@ -76,13 +76,13 @@ class EventRecorder:
             self.dropped += 1
             return
         self._allowed -= 1
-        # What the text of a configuration can hold, UTF-8 cannot always.
+        # A configuration may contain text that UTF-8 cannot encode.
         shown = message[:MESSAGE_CHARACTERS_MAX].encode("utf-8", "replace").decode()
         self._pending.append(_Pending(reason, shown, pool))
         self._news.set()
 
     async def run(self) -> None:
-        """Write until cancelled."""
+        """Write queued Events until cancelled."""
         while True:
             while self._pending:
                 await self._write(self._pending.popleft())
@@ -109,7 +109,7 @@ class EventRecorder:
             "apiVersion": "v1",
             "kind": "Event",
             "metadata": {
-                # As the field's recorders name them: what, and a time that no other has.
+                # Recorders of Kubernetes use this form of names: the object and a unique time.
                 "name": f"{pool.name}.{int(wall.timestamp() * 1e9):x}",
                 "namespace": namespace,
             },
@@ -135,7 +135,7 @@ class EventRecorder:
 def _sentence(error: ApiError, collection: Collection) -> str:
     if error.kind is ApiFailure.FORBIDDEN:
         return (
-            f"forbidden to create {collection}: the Role of our ServiceAccount needs the verbs "
-            f"create and patch on resource events of apiGroup '' ({error})"
+            f"forbidden to create {collection}: the Role of the picker's ServiceAccount needs the "
+            f"verbs create and patch on resource events of apiGroup '' ({error})"
         )
-    return f"an Event was not written: {error}"
+    return f"Event not written: {error}"

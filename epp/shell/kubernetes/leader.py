@@ -1,11 +1,10 @@
-"""Leader election by a Lease: at any time at most one replica acts.
+"""Elect a leader by a Lease, so that at most one replica leads at any time.
 
-`Election` is the state machine: told what the Lease says and when a write of ours was sent and went
-well, it says whether to write, and until when we may act. Clocks of two machines are never
-compared: a Lease of another counts as expired once we have *seen* it unchanged for its duration.
-Our own counts from the moment before the write was *sent*, and we stop acting at the renew
-deadline, which is earlier than the moment anybody else may take it; no request that hangs can make
-us overstay.
+`Election` is the state machine. From the content of the Lease and the replica's own writes it
+determines whether to write and until when this replica may lead. Clocks of two machines are never
+compared: the Lease of another replica expires after it was *seen* unchanged for its duration. The
+own term starts before the write was *sent*. It ends at the renew deadline, before another replica
+may take the Lease. A request that hangs therefore cannot extend it.
 """
 
 import asyncio
@@ -30,10 +29,10 @@ _log = structlog.get_logger(__name__)
 
 
 class ElectionTiming(Struct, frozen=True, kw_only=True):
-    """Defaults as those of the field's controllers."""
+    """Timing of an election, with the same defaults as Kubernetes controllers."""
 
     lease_s: int = 15
-    """Whole seconds, as the Lease says it."""
+    """Duration of the Lease, in whole seconds as the API requires."""
     renew_deadline_s: Seconds = 10.0
     retry_s: Seconds = 2.0
 
@@ -51,7 +50,7 @@ class LeaseSpec(Struct, frozen=True, kw_only=True, rename="camel", omit_defaults
 
 
 class Election:
-    """Who holds the Lease, as one candidate sees it."""
+    """The state of an election, as seen by one candidate."""
 
     def __init__(self, identity: str, timing: ElectionTiming) -> None:
         self._identity = identity
@@ -59,13 +58,13 @@ class Election:
         self._seen: LeaseSpec | None = None
         self._seen_at_s: Seconds = 0.0
         self.lead_until_s: Seconds | None = None
-        """We may act until then; None: we are a follower."""
+        """Time until which this replica leads, or None if it does not."""
 
     def leads(self, now: Seconds) -> bool:
         return self.lead_until_s is not None and now < self.lead_until_s
 
     def observe(self, spec: LeaseSpec, now: Seconds) -> bool:
-        """Take note of the Lease; True if we may write ourselves into it."""
+        """Record the content of the Lease. Return True if this replica may write itself into it."""
         if spec != self._seen:
             self._seen, self._seen_at_s = spec, now
         if not spec.holder_identity or spec.holder_identity == self._identity:
@@ -75,15 +74,15 @@ class Election:
         return now >= self._seen_at_s + lease_s
 
     def written(self, sent_at_s: Seconds) -> None:
-        """A write that names us holder went well."""
+        """Record that a write with this replica as holder succeeded."""
         self.lead_until_s = sent_at_s + self._timing.renew_deadline_s
 
     def lost(self) -> None:
-        """Somebody else wrote, or the deadline passed."""
+        """Record that another replica wrote the Lease or the deadline passed."""
         self.lead_until_s = None
 
     def claim(self, before: LeaseSpec | None, wall: datetime) -> LeaseSpec:
-        """What to write: ours from now on, or ours still."""
+        """Return the Lease to write, to acquire or to renew it."""
         at = f"{wall.astimezone(UTC):%Y-%m-%dT%H:%M:%S.%f}Z"
         ours = before is not None and before.holder_identity == self._identity
         transitions = before.lease_transitions or 0 if before else 0
@@ -98,12 +97,13 @@ class Election:
 
 class _Lease(Struct, frozen=True):
     metadata: dict[str, Any]
-    """Written back as it was read: the labels are those of who made the object."""
+    """The metadata is written back unchanged, because the labels belong to the creator of the
+    object."""
     spec: LeaseSpec = LeaseSpec()
 
 
 class LeaderElector:
-    """Keeps trying to hold the Lease `name`; `on_change` is called when `leading` changes."""
+    """A candidate for the Lease `name` that calls `on_change` when `leading` changes."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class LeaderElector:
         self.leading = False
 
     async def run(self) -> None:
-        """Stand for election until cancelled; then give the Lease back, if we hold it."""
+        """Try to acquire and renew the Lease until cancelled, then release it."""
         try:
             while True:
                 await self._attempt()
@@ -138,7 +138,7 @@ class LeaderElector:
             await self._release()
 
     async def _attempt(self) -> None:
-        """Read and, if we may, write the Lease; as a leader never beyond our deadline."""
+        """Read the Lease and write it if allowed; a leader stops at its deadline."""
         until_s = self._election.lead_until_s
         limit_s = self._timing.renew_deadline_s
         if until_s is not None:
@@ -150,12 +150,12 @@ class LeaderElector:
             self._report(ApiFailure.SILENT, f"no answer within {limit_s:.3g} s")
         except ApiError as error:
             if error.kind is ApiFailure.CONFLICT:
-                # Another candidate was faster; the next look tells who.
+                # Another candidate was faster; the next read shows which.
                 self._election.lost()
             else:
                 self._report(error.kind, str(error))
         except ValueError as problem:
-            self._report(ApiFailure.UNREADABLE, f"the Lease is not understood: {problem}")
+            self._report(ApiFailure.UNREADABLE, f"the Lease is invalid: {problem}")
         else:
             self._problem = None
 
@@ -179,7 +179,7 @@ class LeaderElector:
         self._election.written(sent_at_s)
 
     def _body(self, spec: LeaseSpec, before: _Lease | None) -> dict[str, Any]:
-        # With its resource version the write fails if another came in between.
+        # The resource version makes the write fail if another one happened in between.
         known = before.metadata if before else {}
         metadata = {**known, "name": self._name, "namespace": self._collection.namespace}
         return {
@@ -190,7 +190,7 @@ class LeaderElector:
         }
 
     async def _pause(self) -> None:
-        """Until the next attempt, but wake at the deadline: then we are leader no more."""
+        """Wait for the next attempt, but wake at the deadline, when leadership ends."""
         pause_s = self._timing.retry_s * self._random.uniform(1.0, 1.2)
         until_s = self._election.lead_until_s
         if until_s is not None:
@@ -207,11 +207,15 @@ class LeaderElector:
             self._election.lost()
         if leading != self.leading:
             self.leading = leading
-            _log.info("leading" if leading else "following", lease=self._name, us=self._identity)
+            _log.info(
+                "became leader" if leading else "lost leadership",
+                lease=self._name,
+                us=self._identity,
+            )
             self._on_change()
 
     async def _release(self) -> None:
-        """Let another take over at once instead of after the Lease's duration."""
+        """Release the Lease so that another replica can lead immediately."""
         held = self._election.leads(time.monotonic())
         self._election.lost()
         self._update()
@@ -222,23 +226,24 @@ class LeaderElector:
             async with asyncio.timeout(self._timing.retry_s):
                 lease = msgspec.json.decode(await self._client.request("GET", path), type=_Lease)
                 if lease.spec.holder_identity == self._identity:
-                    # No holder at all: the API server refuses an empty name.
+                    # The holder is removed completely, because the API server rejects an empty
+                    # name.
                     free = msgspec.structs.replace(
                         lease.spec, holder_identity=None, lease_duration_seconds=1
                     )
                     await self._client.request("PUT", path, body=self._body(free, lease))
         except (TimeoutError, ApiError, ValueError) as problem:
-            _log.warning("the Lease was not given back, it expires", problem=str(problem))
+            _log.warning("Lease not released, it will expire", problem=str(problem))
 
     def _report(self, kind: ApiFailure, sentence: str) -> None:
-        """Once, until it went well or something else is wrong."""
+        """Log a problem once, until it is solved or another one occurs."""
         if kind is self._problem:
             return
         self._problem = kind
         if kind is ApiFailure.FORBIDDEN:
             sentence = (
-                f"forbidden to use {self._collection}: the Role of our ServiceAccount needs the "
-                f"verbs get, create and update on resource leases of apiGroup {LEASE_GROUP!r} "
-                f"({sentence})"
+                f"forbidden to use {self._collection}: the Role of the picker's ServiceAccount "
+                "needs the verbs get, create and update on resource leases of apiGroup "
+                f"{LEASE_GROUP!r} ({sentence})"
             )
         _log.error(sentence, lease=self._name)

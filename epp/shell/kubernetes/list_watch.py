@@ -1,22 +1,23 @@
-"""List and watch one collection of the API server: a state machine, without I/O, clock or dice.
+"""List and watch one collection of the API server: a state machine without I/O, clock and
+randomness.
 
-Theory. A list gives every object and a resource version; a watch from that version on gives what
-changes after it. Everything that can go wrong comes down to one question: is the version still
-good? If it is (the connection broke, the server closed, restarted or fell silent), the watch goes
-on from the last version heard, and nothing is lost. If it is not (410, an ERROR event, a line that
-is not understood), the list is taken anew and replaces what is held in one go, and until it is
-complete the old objects stay in force. As a safety net the list is taken anew now and then; what
-that finds wrong is counted, and should be nothing.
+A list returns every object and a resource version. A watch from that version returns later changes.
+After any failure one question decides: is the version still valid? It is valid if the connection
+broke, or the server closed it, restarted or fell silent. The watch then continues from the last
+version, and nothing is lost. It is invalid after a 410, an ERROR event or an unreadable line. A new
+list then replaces all objects at once, and the old objects stay in force until it is complete. As a
+safeguard the list is also repeated periodically. Differences it finds are counted; there should be
+none.
 
-A list is asked for as a stream of events, which costs the server no copy of it, and page by page
-from servers that do not know that (Kubernetes before 1.32, unless its gate `WatchList` is open) and
-after any failure since the last list: pages are what every server knows.
+A list is requested as a stream of events, for which the server needs no copy of the list. It is
+requested page by page from servers without this feature (Kubernetes before 1.32, unless its gate
+`WatchList` is enabled), and after any failure since the last list. Every server supports pages.
 
-A list may come from one of several sources, tried in order: the same kind in a newer and in an
-older API group. A source that is absent or forbidden yields to the next.
+A list may come from one of several sources that are tried in order: the same kind in a newer and an
+older API group. If a source is absent or forbidden, the next one is used.
 
-`next` says what to do; what came of it is told to `page`, `initial`, `line`, `closed`, `unstreamed`
-or `failed`.
+`next` returns what to do. The caller reports the result to `page`, `initial`, `line`, `closed`,
+`unstreamed` or `failed`.
 """
 
 from collections import Counter
@@ -33,29 +34,37 @@ from epp.shell.kubernetes.api_errors import ApiError, ApiFailure, failure_of_sta
 T = TypeVar("T")
 
 TOMBSTONES_MAX: Final = 4_096
-"""UIDs of deleted objects that are remembered, so that no late event brings one back."""
+"""Maximum number of remembered UIDs of deleted objects, so that no late event restores one."""
 
 
 class Timing(Struct, frozen=True, kw_only=True):
-    """Every wait of the loop; pairs are drawn from evenly, so that replicas spread."""
+    """Delays of the state machine in seconds.
+
+    A pair holds the bounds of a uniform random delay, which spreads replicas.
+    """
 
     page_objects: int = 100
-    """A page of pods is about 1 MB: decoding it keeps the loop from deciding for some 5 ms."""
+    """Objects per page.
+
+    A page of pods has about 1 MB, and decoding it blocks the event loop for 5 ms."""
     list_interval_s_min: Seconds = 1.0
     streamed_list_s_max: Seconds = 30.0
-    """A server that does not know streamed lists may never say that all is told. 0: ask for none."""
+    """Time limit of a streamed list, which an older server may never complete; 0 disables
+    streaming."""
     watch_s: tuple[Seconds, Seconds] = (240.0, 300.0)
     silence_s_max: Seconds = 90.0
-    """Longer than the server's interval between bookmarks, which is about a minute; of a kind in
-    which nothing happens it may leave some out."""
+    """Maximum time without data in a watch.
+
+    It exceeds the interval of the server's bookmarks, about a minute, some of which may be omitted.
+    """
     reconnect_s: tuple[Seconds, Seconds] = (0.1, 1.0)
     relist_s: tuple[Seconds, Seconds] = (300.0, 600.0)
     backoff_s: tuple[Seconds, Seconds] = (0.5, 30.0)
-    """After the first failure, and at most."""
+    """Delay after the first failure, and its maximum."""
     healthy_s: Seconds = 60.0
-    """The back-off starts anew once nothing failed for this long."""
+    """Time without failures after which the back-off is reset."""
     refused_s: Seconds = 30.0
-    """Until a kind that is absent or forbidden is tried again; sooner if it was there before."""
+    """Delay until an absent or forbidden kind is tried again; shorter if it was available before."""
     retry_after_s_max: Seconds = 60.0
 
 
@@ -64,7 +73,7 @@ class Pause(Struct, frozen=True):
 
 
 class ListPage(Struct, frozen=True):
-    """GET the next page of at most `objects_max`."""
+    """A request for the next page of at most `objects_max` objects."""
 
     source: int
     continue_token: str
@@ -72,14 +81,14 @@ class ListPage(Struct, frozen=True):
 
 
 class StreamedList(Struct, frozen=True):
-    """GET all objects as events, until a bookmark says that these were all, for `timeout_s` at most."""
+    """A request for all objects as events until a bookmark ends them, for at most `timeout_s`."""
 
     source: int
     timeout_s: Seconds
 
 
 class Watch(Struct, frozen=True):
-    """GET the changes since `resource_version`, bookmarks included, for `timeout_s` at most."""
+    """A request for changes since `resource_version`, with bookmarks, for at most `timeout_s`."""
 
     source: int
     resource_version: str
@@ -91,7 +100,7 @@ Step: TypeAlias = Pause | ListPage | StreamedList | Watch
 
 
 class Statistics:
-    """Totals of one kind of object; outlives the driver, so that they never fall."""
+    """Totals of one kind of object; they outlive a `ListWatch`, so that they never decrease."""
 
     __slots__ = ("errors", "lists", "repairs", "watches")
 
@@ -100,7 +109,7 @@ class Statistics:
         """Begun."""
         self.watches = 0
         self.repairs = 0
-        """Objects that the safety net found other than the watch had told."""
+        """Number of objects for which the periodic list differed from the watch."""
         self.errors: Counter[ApiFailure] = Counter()
 
 
@@ -143,7 +152,7 @@ class _Status(Struct, frozen=True):
 
 
 class _Held(Struct, Generic[T], frozen=True):
-    """One object. `value` None: it is there, but of no interest or not understood."""
+    """One object. `value` is None if the object is irrelevant or unreadable."""
 
     uid: str
     resource_version: str
@@ -158,10 +167,10 @@ _decode_status = msgspec.json.Decoder(_Status).decode
 
 
 class ListWatch(Generic[T]):
-    """One collection of objects, each of which `read` makes a `T` of.
+    """One collection of objects, each of which `read` converts to a `T`.
 
-    `read` may return None for an object of no interest, and raise `ValueError`
-    (`msgspec.ValidationError` is one) for one that is not understood; `unreadable` says which.
+    `read` returns None for an irrelevant object and raises `ValueError` for an invalid one
+    (`msgspec.ValidationError` is a subclass). `unreadable` contains the reason.
     """
 
     def __init__(
@@ -174,7 +183,9 @@ class ListWatch(Generic[T]):
         statistics: Statistics | None = None,
         listed_at_s: Seconds | None = None,
     ) -> None:
-        """`listed_at_s`: when a predecessor last began to list; the rate of lists counts it."""
+        """`listed_at_s` is the last list of a predecessor, which counts for the rate limit of
+        lists.
+        """
         self._read = read
         self._random = random
         self._timing = timing
@@ -188,7 +199,7 @@ class ListWatch(Generic[T]):
         self._continue_token = ""
         self._source = 0
         self._left_at = ""
-        """Where the watch was when the safety net took over at once; "" after anything else."""
+        """Version of the watch when the periodic list started, or "" after anything else."""
         self._not_before_s: Seconds = 0.0
         self._relist_at_s: Seconds = 0.0
         self.listed_at_s = listed_at_s
@@ -198,13 +209,13 @@ class ListWatch(Generic[T]):
         self._healthy_since_s: Seconds | None = None
         self._broken = True
         self.heard_at_s: Seconds | None = None
-        """When the last page, event or bookmark came, or a watch was taken up."""
+        """Time of the last page, event, bookmark or start of a watch, or None."""
         self.synced = False
-        """A whole list came in; from then on the objects are never given up for an error."""
+        """True once a list is complete; later errors never remove objects."""
         self.absent = False
-        """No source has the kind: its CRD is missing, or the right to read it."""
+        """True if no source has the kind, because its CRD or the permission is missing."""
         self.unreadable: dict[str, str] = {}
-        """Name of an object that `read` refused -> why; at most one entry for each object held."""
+        """Reason by name of an object that `read` rejected; at most one entry per current object."""
 
     def __repr__(self) -> str:
         state = "synced" if self.synced else "not synced"
@@ -212,19 +223,21 @@ class ListWatch(Generic[T]):
 
     @property
     def objects(self) -> dict[str, T]:
-        """By name, in order of names."""
+        """Objects by name, in order of names."""
         held = sorted(self._held.items())
         return {name: entry.value for name, entry in held if entry.value is not None}
 
     @property
     def in_touch(self) -> bool:
-        """Synced, and the last step went well: what changes now would be heard of."""
+        """True if the collection is synced and the last step succeeded, so that changes are
+        received.
+        """
         return self.synced and not self._broken
 
-    # What to do.
+    # The methods below determine the next step.
 
     def next(self, now: Seconds) -> Step:
-        """Say what to do now."""
+        """Return the next step."""
         if now < self._not_before_s:
             return Pause(self._not_before_s - now)
         if self._resource_version and now >= self._relist_at_s:
@@ -251,19 +264,18 @@ class ListWatch(Generic[T]):
         timeout_s = min(self._random.uniform(*self._timing.watch_s), self._relist_at_s - now)
         return Watch(self._source, self._resource_version, timeout_s, self._timing.silence_s_max)
 
-    # What came of it. `page`, `initial` and `line` return whether `objects` or `synced` changed.
+    # The methods below process results. `page`, `initial` and `line` return True if `objects` or
+    # `synced` changed.
 
     def page(self, body: bytes, now: Seconds) -> bool:
-        """Take in a page of a list. Raises `ApiError` if it is none."""
+        """Process a page of a list. Raises `ApiError` if it is invalid."""
         try:
             page = _read_page(body)
             for raw in page.items or ():
                 metadata = _metadata(raw)
                 self._pending[metadata.name] = self._entry(metadata, raw)
         except ValueError as problem:
-            raise ApiError(
-                ApiFailure.UNREADABLE, f"a list is not understood: {problem}"
-            ) from problem
+            raise ApiError(ApiFailure.UNREADABLE, f"invalid list: {problem}") from problem
         self._heard(now)
         self._continue_token = page.metadata.continue_token or ""
         if self._continue_token:
@@ -271,7 +283,10 @@ class ListWatch(Generic[T]):
         return self._replace(page.metadata.resource_version, now)
 
     def initial(self, line: bytes, now: Seconds) -> bool | None:
-        """Take in a whole line of a streamed list; None: more is to come. Errors as `line`."""
+        """Process a line of a streamed list.
+
+        Return None until the list is complete. Raises `ApiError`.
+        """
         event, metadata = _read_event(line)
         self._heard(now)
         if event.type in {"ADDED", "MODIFIED"}:
@@ -283,11 +298,11 @@ class ListWatch(Generic[T]):
         return None
 
     def unstreamed(self) -> None:
-        """The server does not stream lists: from now on they are read page by page."""
+        """Record that the server does not stream lists, so that later ones are read page by page."""
         self._streamed = self._stream_next = False
 
     def line(self, line: bytes, now: Seconds) -> bool:
-        """Take in a whole line of a watch. Raises `ApiError` if the list must be taken anew."""
+        """Process a line of a watch. Raises `ApiError` if the list must be repeated."""
         event, metadata = _read_event(line)
         self._heard(now)
         if event.type in {"ADDED", "MODIFIED"}:
@@ -295,29 +310,31 @@ class ListWatch(Generic[T]):
         elif event.type == "DELETED":
             changed = self._delete(metadata)
         else:
-            # A bookmark, or a kind of event that is yet to be invented: it moves the version.
+            # A bookmark or an unknown type of event only updates the version.
             changed = False
         self._resource_version = metadata.resource_version
         return changed
 
     def opened(self, now: Seconds) -> None:
-        """The server took up the watch."""
+        """Record that the server started the watch."""
         self._heard(now)
 
     def closed(self, now: Seconds) -> None:
-        """The watch ended in good order: go on from the last version, but never at once."""
+        """Record the regular end of a watch; it continues from the last version after a short
+        delay.
+        """
         self._succeeded(now)
         if now < self._relist_at_s:
             self._not_before_s = now + self._random.uniform(*self._timing.reconnect_s)
 
     def failed(self, error: ApiError, now: Seconds) -> None:
-        """The step failed; the objects stay as they are."""
+        """Record a failed step; the objects stay unchanged."""
         kind = error.kind
         self.statistics.errors[kind] += 1
         self._broken = True
         self._healthy_since_s = None
         listing = not self._resource_version
-        # The list will be late, and what vanished in between was not missed.
+        # The list will be late, so that objects that vanish meanwhile do not count as missed.
         self._left_at = ""
         if kind not in _RESUMABLE:
             self._resource_version = self._continue_token = ""
@@ -327,8 +344,8 @@ class ListWatch(Generic[T]):
         self._stream_next = False
         self._failures += 1
         if kind in _AT_ONCE and kind not in self._tried_at_once:
-            # What is wrong is known and mended by trying again: the version, or the token. A
-            # server that restarted says so after an outage, whose back-off is not for this.
+            # Another attempt solves these failures: a stale version or token. They occur after the
+            # restart of a server, for which the back-off of the outage is not needed.
             self._tried_at_once.add(kind)
             pause_s = self._random.uniform(*self._timing.reconnect_s)
         elif error.retry_after_s is not None:
@@ -338,7 +355,7 @@ class ListWatch(Generic[T]):
             pause_s = self._backoff_s()
         self._not_before_s = now + pause_s
 
-    # The rest is how.
+    # The methods below are internal.
 
     def _refuse(self, now: Seconds, *, listing: bool) -> None:
         if listing and self._source + 1 < self._sources:
@@ -349,15 +366,16 @@ class ListWatch(Generic[T]):
             self.absent = True
         pause_s = self._timing.refused_s
         if self.synced:
-            # It was granted before: a server that starts has not read its rules and kinds yet.
+            # The kind was available before; a server that starts has not loaded its rules and kinds
+            # yet.
             self._refusals += 1
             pause_s = min(pause_s, self._timing.backoff_s[0] * 2.0 ** min(self._refusals, 16))
         self._not_before_s = now + pause_s * self._random.uniform(0.5, 1.0)
 
     def _backoff_s(self) -> Seconds:
-        """Full jitter over a span that doubles with each failure."""
+        """Return a random delay from a range that doubles with each failure (full jitter)."""
         least_s, most_s = self._timing.backoff_s
-        # 2**16 times any least wait is more than any cap.
+        # The least delay times 2**16 exceeds every limit.
         span_s = least_s * 2.0 ** min(self._failures, 16)
         return self._random.uniform(least_s, max(least_s, min(most_s, span_s)))
 
@@ -374,7 +392,7 @@ class ListWatch(Generic[T]):
             self._tried_at_once.clear()
 
     def _replace(self, resource_version: str, now: Seconds) -> bool:
-        """The list is whole: it is the truth."""
+        """Replace all objects by the complete list."""
         before, after = self._held, self._pending
         told = {
             name
@@ -400,7 +418,9 @@ class ListWatch(Generic[T]):
         return news
 
     def _explained(self, name: str) -> bool:
-        """The object changed after the watch was left for the list: nothing was missed."""
+        """Return True if the object changed after the watch ended, so that the watch missed
+        nothing.
+        """
         listed = self._pending.get(name)
         return listed is not None and _newer(listed.resource_version, self._left_at)
 
@@ -450,7 +470,7 @@ _RESUMABLE: Final = frozenset(
         ApiFailure.SILENT,
     }
 )
-"""After these the resource version, or the token of the next page, is as good as before."""
+"""Failures after which the resource version or page token stays valid."""
 _REFUSED: Final = frozenset({ApiFailure.FORBIDDEN, ApiFailure.ABSENT})
 _AT_ONCE: Final = frozenset({ApiFailure.GONE, ApiFailure.WATCH, ApiFailure.UNAUTHORIZED})
 
@@ -474,13 +494,15 @@ def _read_event(line: bytes) -> tuple[_Event, _Metadata]:
             raise _watch_error(event.object)
         return event, _versioned(event)
     except ValueError as problem:
-        raise ApiError(
-            ApiFailure.UNREADABLE, f"a line of a watch is not understood: {problem}"
-        ) from problem
+        raise ApiError(ApiFailure.UNREADABLE, f"invalid line of a watch: {problem}") from problem
 
 
 def _ends_list(bookmark: Raw) -> bool:
-    """As https://kubernetes.io/docs/reference/using-api/api-concepts/#streaming-lists has it."""
+    """Return True if the bookmark ends a streamed list.
+
+    The annotation is defined at
+    https://kubernetes.io/docs/reference/using-api/api-concepts/#streaming-lists.
+    """
     try:
         annotations = _decode_bookmark(bookmark).metadata.annotations
     except msgspec.ValidationError:
@@ -503,7 +525,10 @@ def _versioned(event: _Event) -> _Metadata:
 
 
 def _newer(version: str, than: str) -> bool:
-    """Resource versions are compared as numbers where they are some; otherwise the last is newest."""
+    """Return True if `version` is newer than `than`.
+
+    Numeric versions are compared as numbers; otherwise any different version is newer.
+    """
     if version.isdecimal() and than.isdecimal():
         return int(version) > int(than)
     return version != than
@@ -519,7 +544,7 @@ def _watch_error(status: Raw) -> ApiError:
 
 
 class LineSplitter:
-    """Chunks of bytes -> whole lines, as long as `line_bytes_max`; what is unfinished is kept."""
+    """A splitter of byte chunks into complete lines of at most `line_bytes_max`."""
 
     def __init__(self, line_bytes_max: int) -> None:
         self._line_bytes_max = line_bytes_max
@@ -527,7 +552,7 @@ class LineSplitter:
         self._bytes = 0
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """Yield every line that `chunk` ends. Raises `ApiError` for one that is too long."""
+        """Yield every line that `chunk` completes. Raises `ApiError` if a line is too long."""
         *ended, rest = chunk.split(b"\n")
         for piece in ended:
             line = b"".join((*self._parts, piece))
@@ -541,5 +566,5 @@ class LineSplitter:
         if self._bytes > self._line_bytes_max:
             raise ApiError(
                 ApiFailure.UNREADABLE,
-                f"a line of a watch is longer than {self._line_bytes_max} bytes",
+                f"a line of a watch exceeds {self._line_bytes_max} bytes",
             )

@@ -1,7 +1,7 @@
-"""Objects of the API server -> our nouns. Pure: JSON in, values out; only the members we need.
+"""Convert JSON objects of the API server to values of the picker.
 
-A member that is missing is taken as the API server defaults it; one of a wrong type is a
-`msgspec.ValidationError`, which names its path.
+Only the required members are read. A missing member has the API server's default. A member of a
+wrong type raises `msgspec.ValidationError`, which contains its path. This module has no I/O.
 """
 
 import contextlib
@@ -16,10 +16,10 @@ from epp.core.prompt.rewrite import ModelRewrites, RewriteRule, Target
 from epp.core.types import Endpoint, MetricsTarget, Seconds
 
 READY_AFTER_S: Final[Seconds] = 5.0
-"""A Ready pod is used once it was scraped, or this long after it was first seen."""
+"""Seconds after which a Ready pod is used if it could not be scraped."""
 POOL_GROUP: Final = "inference.networking.k8s.io"
 EXTENSION_GROUPS: Final = ("llm-d.ai", "inference.networking.x-k8s.io")
-"""Groups of InferenceObjective and InferenceModelRewrite; the first that is there is read."""
+"""API groups of InferenceObjective and InferenceModelRewrite; the first available one is used."""
 EXTENSION_VERSION: Final = "v1alpha2"
 ACTIVE_PORTS: Final = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
 
@@ -27,13 +27,13 @@ Port = Annotated[int, Meta(ge=1, le=65_535)]
 
 
 class Collection(Struct, frozen=True, kw_only=True):
-    """The objects of one kind in one namespace, or those of them that the selectors choose."""
+    """The objects of one kind in one namespace, optionally restricted by selectors."""
 
     group: str = ""
-    """"": the core group."""
+    """API group; "" is the core group."""
     version: str = "v1"
     resource: str
-    """Plural, as in a Role: "pods"."""
+    """Plural name as in a Role, such as "pods"."""
     namespace: str
     label_selector: str = ""
     field_selector: str = ""
@@ -45,7 +45,7 @@ class Collection(Struct, frozen=True, kw_only=True):
 
     @property
     def selectors(self) -> dict[str, str]:
-        """As query parameters."""
+        """Selectors as query parameters."""
         selectors = {"labelSelector": self.label_selector, "fieldSelector": self.field_selector}
         return {name: value for name, value in selectors.items() if value}
 
@@ -54,7 +54,7 @@ class Collection(Struct, frozen=True, kw_only=True):
         return f"{self.resource}{group} in namespace {self.namespace}"
 
 
-# EndpointSlice.
+# EndpointSlice
 
 
 class _Endpoints(Struct, frozen=True):
@@ -69,26 +69,29 @@ _decode_endpoint_slice = msgspec.json.Decoder(_EndpointSlice).decode
 
 
 def read_endpoint_slice(raw: bytes) -> frozenset[str]:
-    """Read the IP addresses of an EndpointSlice, of pods that are not Ready too; no names."""
+    """Return the IP addresses of an EndpointSlice, including those of pods that are not Ready.
+
+    Host names are skipped.
+    """
     found: set[str] = set()
     for endpoint in _decode_endpoint_slice(raw).endpoints or ():
         for address in endpoint.addresses or ():
             with contextlib.suppress(ValueError):
-                # A slice of type FQDN has names.
+                # A slice of type FQDN contains names.
                 found.add(str(ip_address(address)))
     return frozenset(found)
 
 
-# InferencePool.
+# InferencePool
 
 
 class Pool(Struct, frozen=True, kw_only=True):
-    """What an InferencePool says of its endpoints."""
+    """The endpoints that an InferencePool selects."""
 
     name: str
     uid: str
     label_selector: str
-    """As the API takes it: "a=b,c=d", in order of names."""
+    """Label selector in the syntax of the API ("a=b,c=d"), in order of names."""
     target_ports: tuple[int, ...]
     app_protocol: str
 
@@ -128,7 +131,7 @@ _decode_pool = msgspec.json.Decoder(_PoolObject).decode
 
 
 def read_pool(raw: bytes) -> Pool:
-    """Read an InferencePool of v1."""
+    """Parse an InferencePool of v1. Raises `msgspec.ValidationError`."""
     pool = _decode_pool(raw)
     labels = pool.spec.selector.match_labels
     return Pool(
@@ -140,24 +143,24 @@ def read_pool(raw: bytes) -> Pool:
     )
 
 
-# Pod.
+# Pod
 
 
 class Pod(Struct, frozen=True, kw_only=True):
-    """A pod that may serve: Ready, not terminating, with an address."""
+    """A pod that can serve: it is Ready, not terminating, and has an address."""
 
     uid: str
     name: str
     """"namespace/name"."""
     host: str
-    """IPv6 in brackets."""
+    """IP address; IPv6 is in brackets."""
     labels: Mapping[str, str]
     active_ports: frozenset[int] | None
-    """None: all."""
+    """Ports that serve, or None for all."""
     incarnations: Mapping[int, str]
-    """Port -> the life of the container that declares it; 0 -> the lives of all containers."""
+    """Identity of the running container by port; 0 stands for all containers of the pod."""
     node: str = ""
-    """Address of its node, IPv6 in brackets; "": not told."""
+    """IP address of the pod's node, with IPv6 in brackets; "" if it is unknown."""
 
 
 class _Condition(Struct, frozen=True):
@@ -204,7 +207,7 @@ _decode_pod = msgspec.json.Decoder(_PodObject).decode
 
 
 def read_pod(raw: bytes) -> Pod | None:
-    """Read a Pod; None while it cannot serve."""
+    """Parse a Pod. Return None while it cannot serve."""
     pod = _decode_pod(raw)
     metadata, status = pod.metadata, pod.status
     ready = any(
@@ -226,7 +229,7 @@ def read_pod(raw: bytes) -> Pod | None:
 
 
 def _host(ip: str) -> str:
-    """As it stands before a port. Raises `ValueError` for what is no address."""
+    """Return the address in the form used before a port. Raises `ValueError` if it is invalid."""
     address = ip_address(ip)
     return f"[{address}]" if address.version == 6 else str(address)
 
@@ -239,7 +242,7 @@ def _node(ip: str) -> str:
 
 
 def _active_ports(annotations: Mapping[str, str]) -> frozenset[int] | None:
-    """What is no number is left out; the ports that are left are the ones that serve."""
+    """Return the active ports of the annotation, skipping invalid ones, or None without one."""
     for name in ACTIVE_PORTS:
         if name in annotations:
             told = (part.strip() for part in annotations[name].split(","))
@@ -250,7 +253,7 @@ def _active_ports(annotations: Mapping[str, str]) -> frozenset[int] | None:
 def _incarnations(
     containers: Iterable[_Container], statuses: Iterable[_ContainerStatus]
 ) -> dict[int, str]:
-    # A sidecar that restarts leaves the engine's cache alone, so each port has its own container.
+    # A restart of a sidecar does not clear the engine's cache, so each port has its own container.
     lives = {status.name: f"{status.restart_count}:{status.container_id}" for status in statuses}
     by_port = {
         port.container_port: lives.get(container.name, "")
@@ -261,9 +264,9 @@ def _incarnations(
 
 
 def endpoints_of(pods: Iterable[Pod], target_ports: tuple[int, ...]) -> tuple[Endpoint, ...]:
-    """One endpoint for each pod and each of its active target ports.
+    """Return one endpoint for each active target port of each pod.
 
-    Of several ports an endpoint bears its rank, the position of its port, in its name.
+    If there are several ports, the endpoint's name contains its rank, the position of its port.
     """
     return tuple(
         Endpoint(
@@ -282,7 +285,7 @@ def endpoints_of(pods: Iterable[Pod], target_ports: tuple[int, ...]) -> tuple[En
     )
 
 
-# InferenceObjective and InferenceModelRewrite.
+# InferenceObjective and InferenceModelRewrite
 
 
 class _PoolRef(Struct, frozen=True):
@@ -312,7 +315,7 @@ _decode_objective = msgspec.json.Decoder(_ObjectiveObject).decode
 
 
 def objective_reader(pool_name: str, pool_group: str) -> Callable[[bytes], int | None]:
-    """Reads an InferenceObjective: its priority, or None if it is of another pool."""
+    """Return a reader of InferenceObjectives; it returns the priority, or None for another pool."""
 
     def read(raw: bytes) -> int | None:
         spec = _decode_objective(raw).spec
@@ -351,10 +354,10 @@ class _RewriteObject(Struct, frozen=True):
 
 
 class Rewrite(Struct, frozen=True, kw_only=True):
-    """An InferenceModelRewrite."""
+    """The rules of an InferenceModelRewrite."""
 
     created: str
-    """RFC 3339 in UTC, so that texts order as times do."""
+    """Creation time in RFC 3339 and UTC, so that texts sort like times."""
     rules: tuple[RewriteRule, ...]
 
 
@@ -362,7 +365,7 @@ _decode_rewrite = msgspec.json.Decoder(_RewriteObject).decode
 
 
 def rewrite_reader(pool_name: str, pool_group: str) -> Callable[[bytes], Rewrite | None]:
-    """Reads an InferenceModelRewrite; None if it is of another pool."""
+    """Return a reader of InferenceModelRewrites; it returns None for another pool."""
 
     def read(raw: bytes) -> Rewrite | None:
         rewrite = _decode_rewrite(raw)
@@ -379,7 +382,7 @@ def rewrite_reader(pool_name: str, pool_group: str) -> Callable[[bytes], Rewrite
 def _rule(rule: _Rule) -> RewriteRule:
     for match in rule.matches or ():
         if match.model.type not in {None, "Exact"}:
-            raise ValueError(f"a model is matched by {match.model.type!r}, expected 'Exact'")
+            raise ValueError(f"a model match has type {match.model.type!r}, expected 'Exact'")
     return RewriteRule(
         models=tuple(match.model.value for match in rule.matches or ()),
         targets=tuple(Target(target.model, target.weight or 1) for target in rule.targets),
@@ -387,12 +390,12 @@ def _rule(rule: _Rule) -> RewriteRule:
 
 
 def model_rewrites(rewrites: Mapping[str, Rewrite]) -> ModelRewrites:
-    """The rules of all objects (by name), those of the oldest first; of equal age by name."""
+    """Return the rules of all objects, oldest object first, then by name."""
     oldest_first = sorted(rewrites.items(), key=lambda item: (item[1].created, item[0]))
     return ModelRewrites(rule for _, rewrite in oldest_first for rule in rewrite.rules)
 
 
-# ConfigMap.
+# ConfigMap
 
 
 class _ConfigMapObject(Struct, frozen=True):
@@ -403,7 +406,7 @@ _decode_config_map = msgspec.json.Decoder(_ConfigMapObject).decode
 
 
 def config_map_reader(key: str) -> Callable[[bytes], bytes | None]:
-    """Reads a ConfigMap: the text under `key`, or None if it has none."""
+    """Return a reader of ConfigMaps; it returns the text under `key`, or None."""
 
     def read(raw: bytes) -> bytes | None:
         text = (_decode_config_map(raw).data or {}).get(key)

@@ -1,4 +1,4 @@
-"""Where the replicas of the picker are: the EndpointSlices of their headless Service."""
+"""Find the replicas of the picker through the EndpointSlices of their headless Service."""
 
 from collections.abc import Callable
 from random import Random
@@ -16,10 +16,11 @@ _log = structlog.get_logger(__name__)
 
 
 class PeerService:
-    """`on_change` is told of all addresses, "ip:port" each, our own too, once they are listed and
-    whenever they are others.
+    """A watcher of the replicas' addresses.
 
-    Whether a replica is Ready does not matter: who starts is to be told before it is.
+    `on_change` receives all addresses, "ip:port" each and including the own one, after the first
+    list and after every change. Replicas count even before they are Ready, because a starting
+    replica needs the state of its peers.
     """
 
     def __init__(
@@ -67,6 +68,9 @@ class PeerService:
         if found == self._told:
             return
         if not found:
-            _log.warning(f"Service {self._name} of --peer-service has no addresses, not even ours")
+            _log.warning(
+                f"Service {self._name} of --peer-service has no addresses, not even the "
+                "picker's own"
+            )
         self._told = found
         self._on_change(found)

@@ -1,4 +1,4 @@
-"""Drives one `ListWatch` over HTTP, and says in one sentence what is wrong when something is."""
+"""Drive one `ListWatch` over HTTP and log its problems."""
 
 import asyncio
 import math
@@ -27,9 +27,9 @@ from epp.shell.kubernetes.objects import Collection
 from epp.shell.kubernetes.state import Reflection
 
 LINE_BYTES_MAX: Final = 8 * 1024 * 1024
-"""Etcd stores objects of about 1.5 MB; escaped as JSON they may be longer."""
+"""Maximum length of a line; etcd stores objects of 1.5 MB, which JSON escapes may lengthen."""
 REPEAT_S: Final[Seconds] = 300.0
-"""How often a problem that lasts is logged again."""
+"""Interval in seconds at which a lasting problem is logged again."""
 
 T = TypeVar("T")
 
@@ -37,10 +37,10 @@ _log = structlog.get_logger(__name__)
 
 
 class Reflector(Generic[T]):
-    """Keeps `objects` as the API server has them; `on_change` is called after each change.
+    """A copy of `objects` of the API server; `on_change` is called after each change.
 
-    `sources` are tried in order, the first that can be read is used. `optional`: a kind whose CRD
-    is missing is a feature that is off, which is information and no error.
+    `sources` are tried in order, and the first one that can be read is used. If `optional`, a
+    missing CRD means that the feature is disabled, which is not an error.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Reflector(Generic[T]):
         optional: bool = False,
         predecessor: "Reflector[T] | None" = None,
     ) -> None:
-        """`predecessor`: of the same kind with other selectors; its totals and rate go on."""
+        """`predecessor` has the same kind and other selectors; its totals and list rate continue."""
         self._client = client
         self._sources = tuple(sources)
         self._on_change = on_change
@@ -73,7 +73,7 @@ class Reflector(Generic[T]):
 
     @property
     def objects(self) -> dict[str, T]:
-        """By name, in order of names."""
+        """Objects by name, in order of names."""
         return self._driver.objects
 
     @property
@@ -82,7 +82,7 @@ class Reflector(Generic[T]):
 
     @property
     def in_touch(self) -> bool:
-        """What changes now would be heard of."""
+        """True if current changes are received."""
         return self._driver.in_touch
 
     @property
@@ -167,15 +167,15 @@ class Reflector(Generic[T]):
         except TimeoutError:
             pass
         except ApiError as error:
-            # 400 and 422: what is asked for is not known, or not allowed, there.
+            # Statuses 400 and 422 mean that the server does not know or allow the parameter.
             if error.kind is not ApiFailure.STATUS:
                 raise
-        _log.info("no streamed list came, lists are read in pages", resource=str(source))
+        _log.info("streamed list unavailable, lists are read in pages", resource=str(source))
         self._driver.unstreamed()
 
     def _log_listed(self, source: Collection) -> None:
         if self._logged:
-            _log.info("listed again", resource=str(source))
+            _log.info("list available again", resource=str(source))
         self._logged = None
 
     async def _watch(self, step: Watch) -> None:
@@ -198,17 +198,17 @@ class Reflector(Generic[T]):
                 async for chunk in chunks:
                     self._take(splitter, chunk)
         except TimeoutError:
-            # A server that does not keep to `timeoutSeconds`; the list is due.
+            # The server exceeded `timeoutSeconds`, and the list is due.
             pass
         except ApiError as error:
-            # A kind in which nothing happens may have no bookmarks for longer. Whether the server
-            # is still there, the next watch tells.
+            # A quiet kind may have no bookmarks for longer. The next watch shows whether the server
+            # is still reachable.
             if not opened or error.kind is not ApiFailure.SILENT:
                 raise
         self._driver.closed(time.monotonic())
 
     def _take(self, splitter: LineSplitter, chunk: bytes) -> None:
-        """Tell once a chunk: a burst of events is one change."""
+        """Report at most one change per chunk, so that a burst of events is one change."""
         changed = False
         try:
             for line in splitter.feed(chunk):
@@ -222,7 +222,7 @@ class Reflector(Generic[T]):
         for name, why in unreadable.items():
             if self._unreadable.get(name) != why:
                 _log.error(
-                    "an object is not understood and left out",
+                    "an invalid object is ignored",
                     resource=str(self._sources[0]),
                     name=name,
                     problem=why,
@@ -246,7 +246,8 @@ class Reflector(Generic[T]):
         self._logged = error.kind, now
         source = self._sources[0 if isinstance(step, Pause) else step.source]
         verb = "watch" if isinstance(step, Watch) else "list"
-        # What was granted before may only be a server that starts: it is ours to mend if it lasts.
+        # A server that starts may briefly deny what it granted before; only a lasting problem is an
+        # error.
         lasts = known or not self.synced or error.kind is ApiFailure.INTERNAL
         ours = error.kind in _OURS_TO_MEND and lasts
         say = _log.info if off else _log.error if ours else _log.warning
@@ -254,7 +255,7 @@ class Reflector(Generic[T]):
 
 
 def _watch_query(source: Collection, timeout_s: Seconds) -> dict[str, str]:
-    """What every watch asks for, from a version on or from the beginning."""
+    """Return the query parameters of every watch."""
     return {
         "watch": "true",
         "allowWatchBookmarks": "true",
@@ -269,8 +270,9 @@ _OURS_TO_MEND: Final = frozenset({ApiFailure.FORBIDDEN, ApiFailure.ABSENT, ApiFa
 def _sentence(error: ApiError, verb: str, source: Collection) -> str:
     if error.kind is ApiFailure.FORBIDDEN:
         return (
-            f"forbidden to {verb} {source}: the Role of our ServiceAccount needs the verbs get, "
-            f"list and watch on resource {source.resource} of apiGroup {source.group!r} ({error})"
+            f"forbidden to {verb} {source}: the Role of the picker's ServiceAccount needs the "
+            f"verbs get, list and watch on resource {source.resource} of apiGroup {source.group!r} "
+            f"({error})"
         )
     if error.kind is ApiFailure.ABSENT:
         kind = f"{source.resource}.{source.group}" if source.group else source.resource

@@ -1,4 +1,4 @@
-"""How it is with the API server: what operators are shown of it."""
+"""The state of the connection with the API server, for operators."""
 
 from collections.abc import Mapping
 
@@ -8,25 +8,25 @@ from epp.core.types import Seconds
 
 
 class Reflection(Struct, frozen=True, kw_only=True):
-    """How it is with one kind of object, for a page of metrics."""
+    """The state of one kind of object, for a metrics page."""
 
     objects: int
     synced: bool
     stale_s: Seconds
-    """Since the last page, event, bookmark or beginning of a watch; infinite before the first."""
+    """Seconds since the last page, event, bookmark or start of a watch; infinite before the first."""
     lists: int
     watches: int
     repairs: int
     errors: Mapping[str, int]
-    """By kind."""
+    """Number of errors by kind."""
 
 
 class ClusterSnapshot(Struct, frozen=True, kw_only=True):
-    """What the API server told, and how it is with it."""
+    """The state of the connection with the API server, for a metrics page."""
 
     kinds: Mapping[str, Reflection]
-    """By resource ("pods", ...)."""
+    """State of each kind of object, by resource ("pods", ...)."""
     events: Mapping[str, int]
-    """Result ("written", "dropped") -> Kubernetes Events."""
+    """Number of Kubernetes Events by result ("written", "dropped")."""
     leading: bool | None
-    """None: there is no election."""
+    """True if this replica leads, or None without leader election."""

@@ -113,7 +113,9 @@ async def test_a_token_that_cannot_be_read_is_an_error_of_the_api(tmp_path):
             raise FileNotFoundError(2, "No such file", "token")
 
         client._credentials.configuration.refresh_api_key_hook = unreadable
-        with pytest.raises(ApiError, match="our own token cannot be read") as error:
+        with pytest.raises(
+            ApiError, match="the token of the ServiceAccount cannot be read"
+        ) as error:
             await client.request("GET", PODS)
         assert error.value.kind is ApiFailure.UNAUTHORIZED
 
@@ -177,7 +179,8 @@ async def test_without_a_cluster_the_error_says_what_was_expected(tmp_path):
     """One sentence, for the log of a start that failed."""
     nowhere = Credentials({"KUBECONFIG": str(tmp_path / "none")})
     with pytest.raises(
-        KubeConfigError, match=r"^the API server cannot be found: there is no .*none; "
+        KubeConfigError,
+        match=r"^the configuration of the API server cannot be loaded: .*none does not exist; ",
     ):
         await KubeClient(nowhere).__aenter__()
 

@@ -188,7 +188,9 @@ async def test_without_an_api_server_to_be_found_the_start_fails(tmp_path, monke
     """By one sentence."""
     async with FakeApiServer() as server:
         monkeypatch.setattr(server, "kubeconfig", lambda folder: folder / "none")
-        with pytest.raises(StartError, match=r"^the API server cannot be found: "):
+        with pytest.raises(
+            StartError, match=r"^the configuration of the API server cannot be loaded: "
+        ):
             async with serving(server, tmp_path, monkeypatch):
                 pass
 

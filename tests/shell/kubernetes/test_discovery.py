@@ -85,7 +85,7 @@ async def test_until_the_pool_is_there_we_are_not_ready(tmp_path):
         server.put(PODS, pod("a"))
         with capture_logs() as logs:
             async with discovering(server, tmp_path) as discovery:
-                await eventually(lambda: any("there is no" in line["event"] for line in logs))
+                await eventually(lambda: any("does not exist" in line["event"] for line in logs))
                 assert not discovery.synced
                 server.put(POOLS, pool())
                 await eventually(lambda: discovery.synced)
@@ -96,8 +96,8 @@ async def test_until_the_pool_is_there_we_are_not_ready(tmp_path):
                 server.put(POOLS, pool(uid="uid-made-anew"))
                 await eventually(lambda: discovery.synced)
                 assert names(discovery) == ["llm/a"]
-        (sentence, _) = [line["event"] for line in logs if "there is no" in line["event"]]
-        assert sentence.startswith("there is no InferencePool llama-pool in namespace llm")
+        (sentence, _) = [line["event"] for line in logs if "does not exist" in line["event"]]
+        assert sentence.startswith("InferencePool llama-pool does not exist in namespace llm")
 
 
 async def test_a_changed_selector_swaps_the_pods_when_the_new_list_is_in(tmp_path):

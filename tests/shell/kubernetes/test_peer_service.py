@@ -88,6 +88,7 @@ async def test_a_service_without_replicas_is_said(tmp_path):
         with capture_logs() as lines:
             async with watching(server, tmp_path) as (_, told):
                 await eventually(lambda: told == [set()])
-        assert "Service homing-peers of --peer-service has no addresses, not even ours" in [
-            line["event"] for line in lines
-        ]
+        assert (
+            "Service homing-peers of --peer-service has no addresses, not even the picker's own"
+            in [line["event"] for line in lines]
+        )

@@ -304,7 +304,7 @@ async def test_a_missing_right_is_one_sentence_with_verb_and_resource(tmp_path):
     errors = [line["event"] for line in logs if line["log_level"] == "error"]
     assert len(errors) == 1
     assert errors[0].startswith(
-        "forbidden to list pods in namespace llm: the Role of our ServiceAccount needs the verbs "
+        "forbidden to list pods in namespace llm: the Role of the picker's ServiceAccount needs the verbs "
         "get, list and watch on resource pods of apiGroup ''"
     )
 

@@ -322,7 +322,7 @@ async def test_what_is_predicted_is_served(rig):
     rig.misled.mislead()
     rig.lossy.lose_every = 20
     await rig.restarting.stop()
-    await rig.is_said("cut", "stale", "cannot be heard")
+    await rig.is_said("cut", "stale", "cannot be received")
     await rig.is_said("misled", "stale", "is a socket of another type")
     await rig.is_said("restarting", "stale")
     await rig.restarting.start()

@@ -1,1 +1,1 @@
-"""Touches the model servers: reads their metrics pages."""
+"""Access the model servers: metrics pages, other pages, KV events and tokenization."""

@@ -1,7 +1,7 @@
-"""Pages of endpoints beside their metrics: which models they list, and how busy their GPUs are.
+"""Fetch pages of endpoints beside their metrics: the list of models and the utilization of GPUs.
 
-Asked for like metrics, by the same client with its bounds, and far less often: one task an endpoint
-and page. What a page told counts for some intervals; then it is unknown.
+The pages are fetched by the same bounded client as metrics, but far less often. Each endpoint and
+page has one task. The content of a page is valid for some intervals and then unknown.
 """
 
 import asyncio
@@ -31,17 +31,17 @@ from epp.shell.engines.trust import client_context, trust_of
 from epp.shell.supervision import Supervisor, forever
 
 MODELS_INTERVAL_S_MIN: Final = 5.0
-"""Adapters are loaded now and then."""
+"""Minimum interval in seconds; adapters are loaded rarely."""
 GPU_INTERVAL_S_MIN: Final = 1.0
-"""The exporter itself looks at GPUs more seldom."""
+"""Minimum interval in seconds; the exporter itself samples GPUs less often."""
 BACKOFF_S_MAX: Final = 30.0
 KEPT_INTERVALS: Final = 5
-"""So long what a page told is taken for true while the next ones fail."""
+"""Number of intervals for which the last page stays valid while later fetches fail."""
 TIMEOUT_S: Final = 1.0
 PAGE_BYTES_MAX: Final = 1024 * 1024
 AT_ONCE_MAX: Final = 64
 MODELS_MAX: Final = 1_024
-"""In one list, which is kept of every endpoint."""
+"""Maximum number of models in one list, which is stored for every endpoint."""
 MODEL_NAME_BYTES_MAX: Final = 256
 _JITTER: Final = 0.1
 _GPU_METRIC: Final = "DCGM_FI_DEV_GPU_UTIL"
@@ -52,20 +52,20 @@ _RANK: Final = re.compile(r"-rank-\d+\Z")
 
 
 class Told(Struct, frozen=True):
-    """What one page says of an endpoint."""
+    """The content of one page of an endpoint."""
 
     attributes: Mapping[str, float] = NO_ATTRIBUTES
     models: tuple[str, ...] | None = None
-    """None: this page does not list any."""
+    """Names of models, or None if this page does not list models."""
 
 
 class PagesRow(Struct, frozen=True):
-    """What is told of an endpoint to people."""
+    """The content of an endpoint's pages, for people."""
 
     models: tuple[str, ...] | None
-    """None: not known."""
+    """Names of models, or None if unknown."""
     problems: tuple[str, ...]
-    """A sentence each."""
+    """Problems of fetching, one sentence each."""
 
 
 class _Model(Struct, frozen=True):
@@ -80,13 +80,16 @@ _decode_models = msgspec.json.Decoder(_ModelList).decode
 
 
 def models_on(page: bytes) -> tuple[str, ...]:
-    """Names on a page of `/v1/models`. Raises `ExpositionError`, in one sentence."""
+    """Return the names on a page of `/v1/models`.
+
+    Raises `ExpositionError` with one sentence.
+    """
     try:
         names = tuple(dict.fromkeys(model.id for model in _decode_models(page).data))
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        # Its text may quote the page.
+        # The original error may quote the page.
         raise ExpositionError(
-            "it is no list of models, expected data with an id in each"
+            "it is not a list of models, expected data with an id in each"
         ) from error
     if len(names) > MODELS_MAX:
         raise ExpositionError(f"it lists more than {MODELS_MAX} models")
@@ -96,9 +99,9 @@ def models_on(page: bytes) -> tuple[str, ...]:
 
 
 def gpu_utilization_on(page: bytes, pod: str) -> float:
-    """The highest of a DCGM page, 0 to 1; of samples that say their pod, those of `pod` alone.
+    """Return the highest GPU utilization on a DCGM page, from 0 to 1.
 
-    Raises `ExpositionError`, in one sentence, where there is none.
+    Samples with a pod label count only for `pod`. Raises `ExpositionError` if there is no sample.
     """
     values = [
         value
@@ -111,7 +114,7 @@ def gpu_utilization_on(page: bytes, pod: str) -> float:
 
 
 def pod_of(endpoint: Endpoint) -> str:
-    """Its name without namespace and rank."""
+    """Return the endpoint's name without namespace and rank."""
     return _RANK.sub("", endpoint.name.rpartition("/")[2])
 
 
@@ -127,11 +130,11 @@ _READERS: Final[Mapping[str, tuple[Callable[[bytes, Endpoint], Told], Seconds]]]
     "models": (_read_models, MODELS_INTERVAL_S_MIN),
     "gpus": (_read_gpus, GPU_INTERVAL_S_MIN),
 }
-"""Page -> who reads it, and the least time between two of them."""
+"""Parser and minimum interval in seconds of each page."""
 
 
 class _Source(Struct, frozen=True):
-    """One page of every endpoint."""
+    """One page that is fetched from every endpoint."""
 
     name: str
     settings: ModelsDataSource | DcgmDataSource
@@ -144,7 +147,7 @@ class _Source(Struct, frozen=True):
         return max(self.interval_s_min, self.settings.interval_s)
 
     def where(self, endpoint: Endpoint) -> tuple[Endpoint, MetricsTarget]:
-        """Whom to ask, and for what."""
+        """Return the endpoint and target to fetch."""
         port = int(endpoint.address.rpartition(":")[2])
         if isinstance(self.settings, DcgmDataSource):
             port = self.settings.port
@@ -155,7 +158,7 @@ class _Source(Struct, frozen=True):
 
 
 class _Page:
-    """One page of one endpoint, and how that goes."""
+    """One page of one endpoint, with the state of its fetches."""
 
     __slots__ = (
         *("account", "client", "endpoint", "failures", "problem", "source", "task"),
@@ -170,22 +173,22 @@ class _Page:
         self.client = client
         self.account = account
         self.failures = 0
-        """In a row."""
+        """Number of failures in a row."""
         self.problem = ""
-        """Why the last one failed; "" if it did not."""
+        """Problem of the last fetch, or "" if it succeeded."""
         self.told = Told()
         self.told_at_s: Seconds = float("-inf")
         self.task: asyncio.Task[None] | None = None
 
 
 class Prepared(Struct, frozen=True):
-    """What `configure` takes: all files are read."""
+    """The input of `configure`, after all files were read."""
 
     sources: tuple[_Source, ...]
 
 
 def prepare(settings: MetricsSettings) -> Prepared:
-    """Which pages to ask for. Reads files; raises `ConfigError`."""
+    """Return the pages to fetch. Reads files and raises `ConfigError`."""
     return Prepared(
         tuple(
             _Source(name, source, _tls_of(source), *_READERS[name])
@@ -199,7 +202,7 @@ def _tls_of(source: ModelsDataSource | DcgmDataSource) -> ssl.SSLContext:
 
 
 class EndpointPages:
-    """Keeps what those pages tell. `clock` gives the CPU time of the loop's thread."""
+    """The content of all pages. `clock` returns the CPU time of the loop's thread."""
 
     def __init__(
         self,
@@ -215,11 +218,11 @@ class EndpointPages:
         self._sources: tuple[_Source, ...] = ()
         self._endpoints: Sequence[Endpoint] = ()
         self._pages: dict[tuple[str, str], _Page] = {}
-        """By endpoint id and source."""
+        """Pages by endpoint id and source."""
         self._group: asyncio.TaskGroup | None = None
 
     def configure(self, prepared: Prepared) -> None:
-        """Ask for these pages from now on; what others told is forgotten."""
+        """Fetch these pages from now on, and discard the content of others."""
         kept = {source.name: source.settings for source in prepared.sources}
         if kept == {source.name: source.settings for source in self._sources}:
             return
@@ -228,7 +231,7 @@ class EndpointPages:
         self.replace(self._endpoints)
 
     def replace(self, endpoints: Sequence[Endpoint]) -> None:
-        """From now on the endpoints are these."""
+        """Replace the endpoints."""
         self._endpoints = endpoints
         wanted: dict[tuple[str, str], tuple[Endpoint, _Source]] = {
             (endpoint.endpoint_id, source.name): (endpoint, source)
@@ -257,7 +260,7 @@ class EndpointPages:
         self._start()
 
     def attributes_of(self, endpoint: Endpoint, now: Seconds) -> Mapping[str, float]:
-        """What pages tell of `endpoint`; `now` is the time of the loop."""
+        """Return the valid attributes of `endpoint` at the loop time `now`."""
         found: dict[str, float] = {}
         for page in self._pages_of(endpoint):
             if now - page.told_at_s <= KEPT_INTERVALS * page.source.interval_s:
@@ -265,7 +268,7 @@ class EndpointPages:
         return found or NO_ATTRIBUTES
 
     def row_of(self, endpoint: Endpoint) -> PagesRow | None:
-        """What pages told of `endpoint` last, and why they fail; None: nobody asks for any."""
+        """Return the last content of the endpoint's pages, or None if no pages are configured."""
         pages = self._pages_of(endpoint)
         if not self._sources:
             return None
@@ -274,12 +277,12 @@ class EndpointPages:
         return PagesRow(models=listed[0] if listed else None, problems=problems)
 
     def unread(self) -> Mapping[str, int]:
-        """Name of a page -> how many endpoints did not give it when they were asked last."""
+        """Return the number of endpoints whose last fetch failed, by page."""
         names = [page.source.name for page in self._pages.values() if page.problem]
         return {source.name: names.count(source.name) for source in self._sources}
 
     async def run(self) -> None:
-        """Ask until cancelled. Owns every task and connection there is."""
+        """Fetch pages until cancelled; this owns all tasks and connections."""
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
@@ -314,12 +317,12 @@ class EndpointPages:
     async def _follow(self, page: _Page) -> None:
         interval_s = page.source.interval_s
         try:
-            # Spread the start, or a thousand endpoints would be asked at one instant.
+            # The start is spread, or a thousand endpoints would be requested at once.
             await asyncio.sleep(self._random.random() * min(interval_s, GPU_INTERVAL_S_MIN))
             while True:
                 async with self._slots:
                     await self._ask(page)
-                # 2**8 intervals are more than the cap.
+                # The interval times 2**8 exceeds the maximum.
                 pause_s = interval_s * 2.0 ** min(page.failures, 8)
                 pause_s = max(interval_s, min(pause_s, BACKOFF_S_MAX))
                 pause_s = max(pause_s, page.account.settle(interval_s, BACKOFF_S_MAX))
@@ -335,13 +338,13 @@ class EndpointPages:
             with page.account:
                 page.told = page.source.read(content, page.endpoint)
         except TimeoutError:
-            self._failed(page, f"{url} gave no page within {TIMEOUT_S:g} s")
+            self._failed(page, f"{url} sent no page within {TIMEOUT_S:g} s")
         except OSError as problem:
             self._failed(page, f"{url} cannot be reached: {problem}")
         except BadResponseError as bad:
             self._failed(page, f"{url} {bad}")
         except ExpositionError as problem:
-            self._failed(page, f"{url} is not understood: {problem}")
+            self._failed(page, f"{url} sent an invalid page: {problem}")
         else:
             page.failures = 0
             page.problem = ""

@@ -1,12 +1,15 @@
-"""A metrics page of a model server -> `EndpointMetrics`. Pure.
+"""Parse the metrics page of a model server into `EndpointMetrics`.
 
-A vLLM page is 50 to 80 KB and a scheduler wants ten of its six hundred series. One regular
-expression of the wanted names walks the page from line to line; only what it finds is read. Where
-an endpoint's last page is remembered, most of its pages need not even be walked: `page_layout`.
-What is wanted from each engine is data: `MetricNames`. The tables below are the engines' own names.
+A vLLM page has 50 to 80 KB, and a scheduler needs ten of its six hundred series. One regular
+expression with the wanted names finds their lines, and only these are parsed. If an endpoint's last
+page is remembered, most of its pages need not be searched at all (`page_layout`).
 
-Whoever answers at an endpoint's address writes the page, so that there are limits to what it can
-make the reader do. A page beyond one of them is refused as a whole: what is left out could be load.
+The wanted series of each engine are data: `MetricNames`. The tables below contain the engines'
+names.
+
+The page comes from whatever server answers at the endpoint's address. Limits therefore bound the
+work of parsing. A page that exceeds a limit is rejected completely, because a missing part could be
+load. This module performs no I/O.
 """
 
 import math
@@ -33,92 +36,94 @@ _SAMPLE: Final = re.compile(
     """,
     re.VERBOSE,
 )
-"""What follows the name on a line: labels, value, the rest. Never backtracks."""
+"""The part of a line after the name: labels, value and the rest.
+
+The expression never backtracks."""
 _LABEL: Final = re.compile(rb'([A-Za-z_][A-Za-z0-9_]*)[ \t]*=[ \t]*"((?:[^"\\]++|\\.)*+)"')
 _ESCAPE: Final = re.compile(rb"\\(.)")
 _ESCAPED: Final = {b"n": b"\n", b'"': b'"', b"\\": b"\\"}
 _SELECTOR: Final = re.compile(r"([A-Za-z_:][A-Za-z0-9_:]*)(?:\{([^{}]*)\})?")
 _PAIR: Final = re.compile(r'\s*([A-Za-z_][A-Za-z0-9_]*)\s*=\s*"?([^",]*?)"?\s*')
 LINES_MAX: Final = 65_536
-"""Wanted or not. An engine writes 1,000 for each of its ranks."""
+"""Maximum number of lines; an engine writes 1,000 for each of its ranks."""
 SERIES_MAX: Final = 8_192
-"""Wanted ones of a page: each state of the adapters that there ever was is one in `lora_requests_info`."""
+"""Maximum number of wanted series; `lora_requests_info` has one per past state of the adapters."""
 LABELS_MAX: Final = 32_768
-"""Of all wanted series together."""
+"""Maximum number of labels of all wanted series together."""
 ESCAPED_BYTES_MAX: Final = 32 * 1024
-"""Of all wanted lines with a backslash or a comment: they are read byte by byte."""
+"""Maximum size of wanted lines with a backslash or comment, which are parsed byte by byte."""
 ADAPTERS_MAX: Final = 4_096
-"""In one list of adapters."""
+"""Maximum number of adapters in one list."""
 ADAPTER_NAME_BYTES_MAX: Final = 256
 KV_CACHE_USAGE_MAX: Final = 1.05
-"""A share is 1 at most. Some engines count a block twice while it moves; what is above is no share."""
+"""Maximum valid share. Some engines count a block twice while it moves, so it may exceed 1."""
 VALUE_MAX: Final = 1e15
-"""Above it is no count of requests or tokens and no instant; and it fits into every column."""
+"""Maximum valid value of a count or time, which fits into every column."""
 _NUMBER_BYTES_MAX: Final = 64
 _SHOWN_BYTES: Final = 80
 _DIGITS_MAX: Final = 15
-"""A count with more digits than this is not a count of blocks or tokens."""
+"""Maximum number of digits of a count of blocks or tokens."""
 
 
 class ExpositionError(ValueError):
-    """The page cannot be used; its text is one sentence."""
+    """A page cannot be used. The message is one sentence."""
 
 
 class Selector(Struct, frozen=True):
-    """The series of one name that carry all of these label values."""
+    """A selector of the series with a name and certain label values."""
 
     name: bytes
     labels: tuple[tuple[bytes, bytes], ...] = ()
 
 
 class MetricNames(Struct, frozen=True, kw_only=True):
-    """Where one engine keeps what a scheduler wants.
+    """Names of an engine's series for the scheduler's inputs.
 
-    Of several selectors the first that the page has is read. An empty tuple: the engine does not
-    tell. Series that differ only in other labels (data-parallel ranks, models) are summed; the
-    share of the KV cache in use is averaged.
+    The first selector that matches the page is used. An empty tuple means that the engine has no
+    such series. Series that differ only in other labels (data-parallel ranks, models) are added up;
+    the usage of the KV cache is averaged.
     """
 
     waiting: tuple[Selector, ...] = ()
     running: tuple[Selector, ...] = ()
     kv_cache_usage: tuple[Selector, ...] = ()
-    """0 to 1; what is a little above 1 counts as 1."""
+    """Share from 0 to 1; a slightly greater value counts as 1."""
     rejections_total: tuple[Selector, ...] = ()
-    """Counter of requests that were refused because the engine is full."""
+    """Counter of requests that the engine refused because it was full."""
     requests_total: tuple[Selector, ...] = ()
-    """One counter, whose fall means a restart. At most one: two would be compared to each other."""
+    """A counter whose decrease indicates a restart; at most one, because two would be mixed up."""
     cache_queried: tuple[Selector, ...] = ()
     """Counter of prompt tokens that were looked up in the prefix cache."""
     cache_hit: tuple[Selector, ...] = ()
-    """Those among them that were there, in all tiers together; a label may say in which."""
+    """Counter of those tokens that were found in any tier; a label may contain the tier."""
     ttft: bytes = b""
-    """A histogram or summary of seconds to the first token, of which sum and count are read."""
+    """A histogram or summary of seconds to the first token; its sum and count are read."""
     first_outputs: tuple[Selector, ...] = ()
-    """Counter of requests that have had their first token, counted when they have it."""
+    """Counter of requests that produced their first token, incremented at that time."""
     answers: tuple[Selector, ...] = ()
-    """Counter of answers that have ended."""
+    """Counter of completed responses."""
     answer_tokens: tuple[Selector, ...] = ()
-    """Counter of their tokens, counted when they have ended."""
+    """Counter of the output tokens of completed responses."""
     block_size_tokens: tuple[Selector, ...] = ()
     blocks_total: tuple[Selector, ...] = ()
     cache_info: bytes = b""
-    """A series that carries both as labels; used where the gauges are missing."""
+    """A series with both values as labels, used if the gauges are missing."""
     adapter_requests: bytes = b""
-    """`lora_requests_info`: a series a state, its value the instant it was true."""
+    """`lora_requests_info`: one series per state, with the time of the state as value."""
     adapter_loaded: bytes = b""
-    """`lora_adapter_loaded`: a series an adapter that is held, at a level."""
+    """`lora_adapter_loaded`: one series per cached adapter and level."""
     adapter_slots: bytes = b""
-    """`max_gpu_lora_adapters`, the companion of `adapter_loaded` that is always there."""
+    """`max_gpu_lora_adapters`, which is always present together with `adapter_loaded`."""
     awake: tuple[Selector, ...] = ()
-    """0 in every rank: the engine sleeps."""
+    """A gauge that is 0 in every rank while the engine sleeps."""
     attributes: tuple[tuple[str, Selector], ...] = ()
-    """Keys, and the series that tell them, what a configuration asks for beside the load; not summed."""
+    """Keys and series of custom metrics in the configuration; they are not added up."""
 
 
 def selector(text: str) -> Selector:
-    """Read `name` or `name{label=value,other="value"}`.
+    """Parse `name` or `name{label=value,other="value"}`.
 
-    Raises `ValueError`, in one sentence, for anything else.
+    Raises `ValueError` with one sentence for any other text.
     """
     whole = _SELECTOR.fullmatch(text)
     pairs = [_PAIR.fullmatch(part) for part in (whole[2] or "").split(",") if part] if whole else []
@@ -142,9 +147,10 @@ def metric_names(
     block_size_tokens: str = "",
     blocks_total: str = "",
 ) -> MetricNames:
-    """Names as a configuration spells them, each for `selector`; "": the engine does not tell.
+    """Return the names in the spelling of a configuration; "" means that the engine has no such
+    series.
 
-    Raises `ValueError`, in one sentence, for a malformed one.
+    Raises `ValueError` with one sentence if a name is malformed.
     """
     return MetricNames(
         waiting=_selectors(waiting),
@@ -158,8 +164,8 @@ def metric_names(
 
 
 ENGINES: Final[Mapping[str, MetricNames]] = {
-    # vLLM 0.8 to 0.32, `vllm/v1/metrics/loggers.py`. 0.9 and 0.10 show both names of the KV usage.
-    # The adapter residency gauges are those of vllm-project/vllm#54830.
+    # vLLM 0.8 to 0.32, `vllm/v1/metrics/loggers.py`. Versions 0.9 and 0.10 have both names of the
+    # KV usage. The gauges of adapter residency are those of vllm-project/vllm#54830.
     "vllm": MetricNames(
         waiting=_selectors("vllm:num_requests_waiting"),
         running=_selectors("vllm:num_requests_running"),
@@ -169,7 +175,7 @@ ENGINES: Final[Mapping[str, MetricNames]] = {
         cache_queried=_selectors(
             "vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"
         ),
-        # Since 0.32 by tier; those after it are of the device alone.
+        # The first one exists since 0.32 and is split by tier; the others cover only the device.
         cache_hit=_selectors(
             "vllm:prompt_tokens_cached_by_source_total",
             "vllm:prefix_cache_hits_total",
@@ -185,7 +191,7 @@ ENGINES: Final[Mapping[str, MetricNames]] = {
         adapter_slots=b"vllm:max_gpu_lora_adapters",
         awake=_selectors('vllm:engine_sleep_state{sleep_state="awake"}'),
     ),
-    # `page_size` and `num_pages` are gauges since 0.5.11, labels before.
+    # `page_size` and `num_pages` are gauges since 0.5.11 and were labels before.
     "sglang": MetricNames(
         waiting=_selectors("sglang:num_queue_reqs"),
         running=_selectors("sglang:num_running_reqs"),
@@ -204,7 +210,8 @@ ENGINES: Final[Mapping[str, MetricNames]] = {
         running=_selectors("trtllm_num_requests_running"),
         kv_cache_usage=_selectors("trtllm_kv_cache_utilization"),
         requests_total=_selectors("trtllm_request_success_total"),
-        # Not known to be counted before a request is done, so that it tells no first outputs.
+        # This histogram may be updated only when a request ends, so it does not count first
+        # outputs.
         ttft=b"trtllm_time_to_first_token_seconds",
         block_size_tokens=_selectors("trtllm_kv_cache_tokens_per_block"),
         blocks_total=_selectors("trtllm_kv_cache_max_blocks"),
@@ -221,13 +228,13 @@ ENGINES: Final[Mapping[str, MetricNames]] = {
         ),
         blocks_total=_selectors("nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type=max}"),
     ),
-    # Plain Triton has no gauge of running requests: `nv_inference_exec_count`, which the field
-    # reads as one, counts executions since the start. It serves as the counter instead.
+    # Plain Triton has no gauge of running requests. Other pickers read `nv_inference_exec_count` as
+    # one, but it counts executions since the start. It is used as a counter here.
     "triton": MetricNames(
         waiting=_selectors("nv_inference_pending_request_count"),
         requests_total=_selectors("nv_inference_exec_count"),
     ),
-    # `kv_cache_usage_ratio` was removed from newer servers.
+    # Newer servers do not have `kv_cache_usage_ratio`.
     "llama.cpp": MetricNames(
         waiting=_selectors("llamacpp:requests_deferred"),
         running=_selectors("llamacpp:requests_processing"),
@@ -235,7 +242,7 @@ ENGINES: Final[Mapping[str, MetricNames]] = {
         requests_total=_selectors("llamacpp:prompt_tokens_total"),
     ),
 }
-"""Engine type -> names, in the order in which an unlabelled endpoint's page is tried."""
+"""Names by engine type, in the order in which pages of endpoints without engine label are tried."""
 
 _BLOCK_SIZE_LABELS: Final = (b"block_size", b"page_size")
 _BLOCKS_TOTAL_LABELS: Final = (b"num_gpu_blocks", b"num_pages")
@@ -243,23 +250,23 @@ _PROCESS_STARTED: Final = b"process_start_time_seconds"
 _TIER: Final = re.compile(
     rb'(?:\A|,)(?:cache_)?source="(?:(device|host|disk|p2p|external_unspecified)"|(storage))'
 )
-"""How vLLM and SGLang say of a series which tier it is of; storage of SGLang has its kind behind it."""
+"""The label with the tier in series of vLLM and SGLang; SGLang appends the kind of storage."""
 
 _Found: TypeAlias = dict[bytes, list[tuple[bytes, float]]]
-"""Name -> (text between the braces, value) of each of its series on one page."""
+"""Label text and value of each series, by name."""
 
 
 class _Engine:
-    """What is wanted from an engine, and how it is found."""
+    """The series wanted from an engine, with expressions to find them."""
 
     def __init__(self, names: MetricNames) -> None:
         self.names = names
-        # Of what a page has not, nothing is found.
+        # Selectors that match nothing are harmless.
         self.ttft_sum = (Selector(names.ttft + b"_sum"),) if names.ttft else ()
         self.ttft_count = (Selector(names.ttft + b"_count"),) if names.ttft else ()
         answers = (*names.answers, *names.answer_tokens)
         self.alone = frozenset(each.name for each in (*self.ttft_sum, *self.ttft_count, *answers))
-        """Lines of histograms, which stand among those of their buckets."""
+        """Series of histograms, which stand among those of their buckets."""
         caches = (*names.cache_queried, *names.cache_hit)
         load = (
             *(*names.waiting, *names.running, *names.kv_cache_usage, *names.requests_total),
@@ -277,18 +284,18 @@ class _Engine:
         rest = {selector.name for selector in seldom} | infos - {b""}
         fresh = {selector.name for selector in load} | rest
         self.compared = frozenset({selector.name for selector in caches} - fresh)
-        """What is compared over half a minute or more, and nothing else."""
+        """Series that are only compared over half a minute or more."""
         wanted = fresh | self.compared
         self.load = frozenset(wanted - rest)
-        """Series that tell nothing but what changes from page to page."""
+        """Series with nothing but values that change from page to page."""
         names_wanted = _alternatives(sorted(wanted))
         self.lines = re.compile(rb"\n(" + names_wanted + rb")([{ \t][^\n]*)")
-        """(name, the rest of the line) of each line that begins with exactly a wanted name."""
+        """Expression for the name and the rest of each line that begins with a wanted name."""
         self.headings = headings_of(names_wanted)
 
 
 class _Allowance:
-    """What one page may still make the reader do, whatever engines it is tried with."""
+    """The remaining budget for parsing one page, whichever engines are tried."""
 
     __slots__ = ("escaped_bytes", "labels", "series")
 
@@ -298,7 +305,7 @@ class _Allowance:
         self.escaped_bytes = ESCAPED_BYTES_MAX
 
     def take(self, page: bytes, engine: _Engine) -> _Found:
-        """The wanted series of `engine`. Raises `ExpositionError` if there are too many."""
+        """Return the wanted series of `engine`. Raises `ExpositionError` if there are too many."""
         found: _Found = {}
         for line in islice(engine.lines.finditer(page), self.series + 1):
             name, rest = line.groups()
@@ -312,29 +319,33 @@ class _Allowance:
         if b"\\" in text or b"#" in text:
             self.escaped_bytes -= len(text)
         if self.series < 0:
-            raise ExpositionError(f"it has more than {SERIES_MAX} series that are wanted")
+            raise ExpositionError(f"it has more than {SERIES_MAX} wanted series")
         if self.labels < 0:
             raise ExpositionError(f"its wanted series have more than {LABELS_MAX} labels")
         if self.escaped_bytes < 0:
             raise ExpositionError(
-                f"its wanted series with escapes or comments take more than {ESCAPED_BYTES_MAX} bytes"
+                f"its wanted series with escapes or comments have more than {ESCAPED_BYTES_MAX} "
+                "bytes"
             )
 
 
 class _Reading(Struct):
-    """A page that was read, and the next ones that are read by it."""
+    """A parsed page, which helps to parse the following ones."""
 
     engines: tuple[_Engine, ...]
-    """Those that came into question."""
+    """Engines that were possible for the page."""
     engine: _Engine
     layout: PageLayout
     found: _Found
     metrics: EndpointMetrics
     used: bool = False
-    """At least one page was read by it."""
+    """True if at least one page was parsed with its help."""
 
     def read(self, page: bytes) -> EndpointMetrics | None:
-        """None: the page is that of a new process, or laid out in another way. Read it whole."""
+        """Return the metrics of the next page, or None if it must be parsed completely.
+
+        That is the case for a page of a new process or with another layout.
+        """
         changed = self.layout.changed(page)
         if changed is None or _PROCESS_STARTED in changed:
             return None
@@ -357,9 +368,9 @@ class _Reading(Struct):
 
 
 class PageMemory:
-    """What reading a page leaves behind for reading the next one of the same endpoint.
+    """The memory of an endpoint's last page, which speeds up the next one.
 
-    Whoever reads the pages of an endpoint keeps one for it and gives it to `PageReader.read`.
+    The caller keeps one instance per endpoint and passes it to `PageReader.read`.
     """
 
     __slots__ = ("_pages_until_layout", "_reading")
@@ -369,18 +380,18 @@ class PageMemory:
         self._pages_until_layout = 0
 
     def read(self, page: bytes, engines: tuple[_Engine, ...]) -> EndpointMetrics | None:
-        """None: the page must be read whole."""
+        """Return the metrics of `page`, or None if it must be parsed completely."""
         reading, self._reading = self._reading, None
         if reading is None or reading.engines is not engines:
             return None
         try:
             metrics = reading.read(page)
         except ExpositionError:
-            metrics = None  # the whole page tells the first of its errors
+            metrics = None  # parsing the complete page reports its first error
         if metrics is not None:
             self._reading = reading
         elif not reading.used:
-            # A page that is another each time would pay for a layout each time.
+            # A page with a different layout each time would waste the work for its layout.
             self._pages_until_layout = PAGES_MAX
         return metrics
 
@@ -392,24 +403,24 @@ class PageMemory:
         found: _Found,
         metrics: EndpointMetrics,
     ) -> None:
-        """Read the next page by this one, if the format's rules hold on it."""
+        """Use this page for the next one, if it follows the rules of the format."""
         if self._pages_until_layout:
             self._pages_until_layout -= 1
             return
         lines = {name: len(samples) for name, samples in found.items()}
         layout = layout_of(page, engine.headings, lines, engine.alone, engine.compared)
         if layout is None:
-            self._pages_until_layout = PAGES_MAX  # a page without headings will have none soon
+            self._pages_until_layout = PAGES_MAX  # later pages will have no headings either
         else:
             self._reading = _Reading(engines, engine, layout, found, metrics)
 
 
 class PageReader:
-    """Reads the pages of endpoints, whatever engine they run.
+    """A parser of metrics pages of any engine.
 
-    `engines`: engine type -> names. `engine_labels`: labels of an endpoint that may name its
-    engine type. Where they name none of `engines`, the page is tried with `default_engine` first,
-    then with the others in order.
+    `engines` maps an engine type to its names. `engine_labels` are labels of an endpoint that may
+    contain its engine type. If they contain none of `engines`, the page is tried with
+    `default_engine` first, then with the others in order.
     """
 
     def __init__(
@@ -429,15 +440,18 @@ class PageReader:
     def read(
         self, page: bytes, labels: Mapping[str, str], memory: PageMemory | None = None
     ) -> EndpointMetrics:
-        """Read the page of an endpoint with these labels.
+        """Parse the page of an endpoint with these labels.
 
-        With the `memory` of the endpoint's last page, what is new on this one may be seen some
-        pages later, as `page_layout` says; all else is the same.
+        With the `memory` of the endpoint's last page, new series may be noticed some pages later,
+        as `page_layout` explains; everything else is identical. A counter that is NaN, infinite,
+        negative or above `VALUE_MAX` is unknown.
 
-        A counter that is NaN, infinite, negative or above `VALUE_MAX` is unknown. Raises
-        `ExpositionError` when the page has no load gauge of the engine (of any, where the labels
-        name none), when one of them says what cannot be, when a series that is wanted is malformed,
-        or when a limit is exceeded.
+        Raises `ExpositionError` in these cases:
+
+        - The page lacks every load gauge of the engine, or of all engines without an engine label.
+        - A load gauge has an impossible value.
+        - A wanted series is malformed.
+        - A limit is exceeded.
         """
         engines = self._engines_of(labels)
         if memory is not None:
@@ -445,7 +459,7 @@ class PageReader:
             if metrics is not None:
                 return metrics
         if not page.startswith(b"#"):
-            page = b"\n" + page  # each line begins after a newline, the first too
+            page = b"\n" + page  # each line must begin after a newline, including the first one
         if len(page) > LINES_MAX and page.count(b"\n") > LINES_MAX + 1:
             raise ExpositionError(f"it has more than {LINES_MAX} lines")
         allowance = _Allowance()
@@ -464,7 +478,7 @@ class PageReader:
         )
 
     def _engines_of(self, labels: Mapping[str, str]) -> tuple[_Engine, ...]:
-        """An engine type that is not in the table is no reason to be blind: all are tried."""
+        """Return the engine of the labels, or all engines if its type is unknown."""
         for label in self._labels:
             engine = self._engines.get(labels.get(label, ""))
             if engine is not None:
@@ -473,16 +487,16 @@ class PageReader:
 
 
 class SeriesReader:
-    """Reads the series of one name on pages of whatever server, within the same limits."""
+    """A parser of the series of one name on pages of any server, within the same limits."""
 
     def __init__(self, name: str) -> None:
         self._name = name.encode()
         self._engine = _Engine(MetricNames(attributes=((name, selector(name)),)))
 
     def read(self, page: bytes) -> list[tuple[Mapping[bytes, bytes], float]]:
-        """Labels and value of each; one whose value is no count is left out.
+        """Return labels and value of each series, without those that have no valid value.
 
-        Raises `ExpositionError` when one is malformed, or when a limit is exceeded.
+        Raises `ExpositionError` if a series is malformed or a limit is exceeded.
         """
         if page.count(b"\n") > LINES_MAX:
             raise ExpositionError(f"it has more than {LINES_MAX} lines")
@@ -492,19 +506,19 @@ class SeriesReader:
 
 
 def _alternatives(names: Sequence[bytes]) -> bytes:
-    """An expression for the names, and for the start of the process."""
-    # The inner group lets the compiler see that the engine's names begin alike: twice as fast.
+    """Return an expression for the names and the start time of the process."""
+    # The inner group lets the compiler use the common beginning of the names: twice as fast.
     engine = b"|".join(re.escape(name) for name in names) or _PROCESS_STARTED
     return _PROCESS_STARTED + rb"|(?:" + engine + rb")"
 
 
 def _metrics(engine: _Engine, found: _Found) -> EndpointMetrics | None:
-    """None: none of this engine's load gauges is on the page."""
+    """Return the metrics, or None if the page has none of this engine's load gauges."""
     return _with_load(_without_load(engine.names, found), engine, found)
 
 
 def _without_load(names: MetricNames, found: _Found) -> EndpointMetrics:
-    """What changes seldom."""
+    """Return the metrics that rarely change."""
     awake = _values(found, names.awake)
     block_size_tokens, blocks_total = _cache_size(names, found)
     return EndpointMetrics(
@@ -517,7 +531,7 @@ def _without_load(names: MetricNames, found: _Found) -> EndpointMetrics:
 
 
 def _with_load(rest: EndpointMetrics, engine: _Engine, found: _Found) -> EndpointMetrics | None:
-    """`rest` with what changes from page to page; None: no load gauge is among `found`."""
+    """Return `rest` with the values that change from page to page, or None without a load gauge."""
     names = engine.names
     waiting, running = _gauges(found, names.waiting), _gauges(found, names.running)
     usage = _gauges(found, names.kv_cache_usage, KV_CACHE_USAGE_MAX)
@@ -543,30 +557,33 @@ def _with_load(rest: EndpointMetrics, engine: _Engine, found: _Found) -> Endpoin
 
 
 def _attributes(names: MetricNames, found: _Found) -> dict[str, float]:
-    """What a page tells of them, by the first series of each; a value that is no number from 0 on is none."""
+    """Return custom attributes by key, from the first matching series, without invalid values."""
     told = ((key, _values(found, (series,))[:1]) for key, series in names.attributes)
     return {key: value for key, values in told for value in values if not math.isnan(value)}
 
 
 def _gauges(found: _Found, selectors: Sequence[Selector], most: float = VALUE_MAX) -> list[float]:
-    """`_values` of a gauge of load. Raises `ExpositionError` for one that is not from 0 to `most`."""
+    """Return the values of a load gauge.
+
+    Raises `ExpositionError` if a value is not from 0 to `most`.
+    """
     values = _values(found, selectors)
     for value in values:
         if not value <= most:  # NaN too
-            says = "no number that it can be" if math.isnan(value) else f"{value:g}"
+            says = "no valid number" if math.isnan(value) else f"{value:g}"
             name = next(selector.name for selector in selectors if selector.name in found)
-            raise ExpositionError(f"{_shown(name)} says {says}, expected 0 to {most:g}")
+            raise ExpositionError(f"{_shown(name)} is {says}, expected 0 to {most:g}")
     return values
 
 
 def _summed(found: _Found, selectors: Sequence[Selector]) -> float:
-    """NaN: the page does not tell."""
+    """Return the sum, or NaN if the page has no such series."""
     values = _values(found, selectors)
     return sum(values) if values else math.nan
 
 
 def _by_tier(found: _Found, selectors: Sequence[Selector]) -> dict[str, float] | None:
-    """What `_summed` adds up, by tier. None: no series says its tier, or one what cannot be."""
+    """Return the sum by tier, or None if no series has a tier or a value is invalid."""
     tiers: dict[str, float] = {}
     for labels, value in next(filter(None, (found.get(one.name) for one in selectors)), ()):
         carried = _TIER.search(labels)
@@ -582,7 +599,7 @@ def _known(values: Sequence[float]) -> float | None:
 
 
 def _values(found: _Found, selectors: Sequence[Selector]) -> list[float]:
-    """The value of each series of the first selector that the page has; [] if of none."""
+    """Return the values of the first selector that matches the page, or [] if none does."""
     for wanted in selectors:
         values = [
             value
@@ -596,19 +613,19 @@ def _values(found: _Found, selectors: Sequence[Selector]) -> list[float]:
 
 def _carries(text: bytes, wanted: Sequence[tuple[bytes, bytes]]) -> bool:
     if b"\\" not in text and not all(value in text for _, value in wanted):
-        return False  # spares most series the reading of their labels
+        return False  # most series are rejected without parsing their labels
     labels = _labels(text)
     return all(labels.get(name) == value for name, value in wanted)
 
 
 def _sample(name: bytes, text: bytes) -> tuple[bytes, float]:
-    """Labels, unread, and value of a line of the series `name`, which goes on with `text`."""
+    """Return unparsed labels and value of a line, given its `name` and the text after it."""
     if b"\\" in text or b"#" in text:
         whole = _SAMPLE.fullmatch(text)
         if whole is None:
             raise _malformed(name, text)
         return whole[1] or b"", _number(name, text, whole[2])
-    # Without escapes and exemplars the last brace ends the labels: five times faster.
+    # Without escapes and exemplars the last brace ends the labels, which is five times faster.
     labels, brace, rest = text.rpartition(b"}")
     labels = labels.lstrip(b" \t")
     fields = rest.split(None, 2)
@@ -618,7 +635,7 @@ def _sample(name: bytes, text: bytes) -> tuple[bytes, float]:
 
 
 def _sample_like(name: bytes, text: bytes, sample: tuple[bytes, float]) -> tuple[bytes, float]:
-    """`_sample` of a line that nearly always has the labels of `sample`: then twice as fast."""
+    """Return the same as `_sample`, twice as fast if the labels equal those of `sample`."""
     labels = sample[0]
     opening = b"{%b} " % labels if labels else b" "
     value = text[len(opening) :]
@@ -628,28 +645,30 @@ def _sample_like(name: bytes, text: bytes, sample: tuple[bytes, float]) -> tuple
 
 
 def _malformed(name: bytes, text: bytes) -> ExpositionError:
-    return ExpositionError(f"{_shown(name)} is not a name, labels and a value")
+    return ExpositionError(f"{_shown(name)} is not a name with labels and a value")
 
 
 def _shown(name: bytes) -> str:
-    """A name, for an error; the rest of a line could be anything."""
+    """Return a name for an error; the rest of a line may contain anything."""
     return repr(name[:_SHOWN_BYTES].decode(errors="replace"))
 
 
 def _number(name: bytes, line: bytes, text: bytes) -> float:
-    """NaN for what no gauge here can be: NaN itself, below zero, beyond all counts."""
+    """Parse a value. Return NaN if it is NaN, negative or above `VALUE_MAX`."""
     try:
-        # float() takes digit groups, the format does not.
+        # float() accepts digit groups, which the format does not allow.
         value = float(text[:_NUMBER_BYTES_MAX].replace(b"_", b"x"))
     except ValueError:
         value = None
     if value is None or len(text) > _NUMBER_BYTES_MAX:
-        raise ExpositionError(f"{_shown(name)} has no number as its value")
+        raise ExpositionError(f"{_shown(name)} has a value that is not a number")
     return value if 0 <= value <= VALUE_MAX else math.nan
 
 
 def _labels(text: bytes) -> dict[bytes, bytes]:
-    if b"\\" not in text:  # then each quote ends or starts a value: ten times faster
+    if (
+        b"\\" not in text
+    ):  # without escapes each quote starts or ends a value, which is ten times faster
         parts = text.split(b'"')
         return {
             name.strip(b", \t="): value
@@ -666,14 +685,14 @@ def _unescaped(escape: re.Match[bytes]) -> bytes:
 
 
 def _label_count(text: bytes, wanted: Sequence[bytes]) -> float:
-    """The first of the labels `wanted` that is a count; NaN: none is.
+    """Return the first label in `wanted` that is a count, or NaN if none is.
 
-    Looks for the first where it is most likely written as `,name="`: to read all forty labels of
-    vLLM's series takes an eighth of the whole page's time.
+    The first one is searched as `,name="`: parsing all forty labels of vLLM's series takes an
+    eighth of the time for the page.
     """
     opening = wanted[0] + b'="'
     at = 0 if text.startswith(opening) else text.find(b"," + opening) + 1
-    # An even number of quotes before it, or it stands inside of another label's value.
+    # An even number of quotes before it shows that it is not inside another label's value.
     if (at or text.startswith(opening)) and b"\\" not in text and not text.count(b'"', 0, at) % 2:
         start = at + len(opening)
         count = _count(text[start : text.find(b'"', start)])
@@ -684,12 +703,12 @@ def _label_count(text: bytes, wanted: Sequence[bytes]) -> float:
 
 
 def _count(text: bytes) -> int | None:
-    """A positive whole number; engines write "None" for what they do not know."""
+    """Return a positive whole number, or None; engines write "None" for unknown values."""
     return int(text) or None if text.isdigit() and len(text) <= _DIGITS_MAX else None
 
 
 def _cache_size(names: MetricNames, found: _Found) -> tuple[int | None, int | None]:
-    """Tokens a block, and blocks of all ranks together."""
+    """Return tokens per block, and blocks of all ranks together."""
     sizes, blocks = _values(found, names.block_size_tokens), _values(found, names.blocks_total)
     if names.cache_info and not (sizes and blocks):
         rows = [labels for labels, _ in found.get(names.cache_info, ())]
@@ -701,7 +720,10 @@ def _cache_size(names: MetricNames, found: _Found) -> tuple[int | None, int | No
 
 
 def _adapters(names: MetricNames, found: _Found) -> AdapterReport | None:
-    """Both generations; None if the page has neither (LoRA is off, or no step has run yet)."""
+    """Return the report of either generation of series, or None if the page has neither.
+
+    Neither exists if LoRA is disabled or no step has run yet.
+    """
     states = found.get(names.adapter_requests, ())
     slots = [value for _, value in found.get(names.adapter_slots, ())]
     held = [labels for labels, level in found.get(names.adapter_loaded, ()) if level > 0]
@@ -709,11 +731,11 @@ def _adapters(names: MetricNames, found: _Found) -> AdapterReport | None:
     loaded = [_labels(labels) for labels in held]
     if not (states or slots or loaded):
         return None
-    # Old states are never removed: the one with the greatest value, its instant, is true now.
+    # Old states are never removed. The one with the greatest value, a time, is current.
     state = _labels(max(states, key=lambda row: row[1] if row[1] > 0 else 0.0)[0]) if states else {}
     slots_max = [int(value) for value in slots if value >= 0]
     return AdapterReport(
-        # Either list alone misses adapters before vLLM 0.12; both name the same ones since.
+        # Before vLLM 0.12 either list alone misses adapters; later both contain the same ones.
         active=_listed(state.get(b"running_lora_adapters", b""))
         | _listed(state.get(b"waiting_lora_adapters", b"")),
         slots_max=max(slots_max, default=_count(state.get(b"max_lora", b"")) or 0),
@@ -738,14 +760,14 @@ def _adapter_name(text: bytes) -> str:
 
 
 def _listed(text: bytes) -> frozenset[str]:
-    """Adapter names of a comma-joined label."""
+    """Return the adapter names in a comma-separated label."""
     _limit_adapters(text.count(b",") + 1)
     parts = (part.strip() for part in text.split(b","))
     return frozenset(_adapter_name(part) for part in parts if part)
 
 
 def _with(loaded: Sequence[Mapping[bytes, bytes]], label: bytes, value: bytes) -> frozenset[str]:
-    """Names of the held adapters whose `label` says `value`."""
+    """Return the names of cached adapters whose `label` has `value`."""
     return frozenset(
         _adapter_name(row[b"adapter_name"])
         for row in loaded

@@ -1,8 +1,8 @@
-"""How long the engines themselves say that first tokens took, by endpoint. Pure.
+"""Track the time to first token that the engines measure, by endpoint.
 
-Of each engine's histogram the sum and the count are kept, from which means follow. Quantiles would
-take a dozen series of every endpoint on our page, which the engine's own page has already. Nothing is
-decided by any of it.
+Sum and count of each engine's histogram are recorded, from which means follow. Quantiles would need
+a dozen series per endpoint, which the engine's own page already has. No decision depends on these
+values. This module performs no I/O.
 """
 
 import math
@@ -15,20 +15,20 @@ from msgspec import Struct
 from epp.core.types import EndpointMetrics, Seconds
 
 WINDOW_S: Final = 60.0
-"""Of the mean that is recent."""
+"""Length of the recent window in seconds."""
 STEP_S: Final = 5.0
-"""Between two instants of the window that are remembered."""
+"""Seconds between two recorded samples of the window."""
 _STEPS_MAX: Final = int(WINDOW_S / STEP_S) + 1
 
 
 class FirstTokens(Struct, frozen=True, kw_only=True):
-    """Of one endpoint."""
+    """Times to first token of one endpoint."""
 
     sum_s: Seconds
-    """Since it was first scraped, and of its engine what was before that."""
+    """Sum since the first scrape, including what the engine counted before it."""
     count: float
     lately_s: Seconds | None
-    """Mean of the last minute; None: there was no first token in it."""
+    """Mean of the last minute in seconds, or None if there was no first token."""
 
 
 class _Engine:
@@ -37,24 +37,24 @@ class _Engine:
     def __init__(self) -> None:
         self.sum_s = self.before_s = 0.0
         self.count = self.before_count = 0.0
-        """Of the engine that runs, and of those at this endpoint before it."""
+        """Count of the current engine, and of earlier engines at this endpoint."""
         self.steps: deque[tuple[Seconds, Seconds, float]] = deque(maxlen=_STEPS_MAX)
-        """(instant, sum, count) of all engines there were."""
+        """Time, sum and count of samples, over all engines."""
 
 
 class FirstTokensSeen:
-    """What was scraped of each endpoint, by its id."""
+    """The recorded times to first token, by endpoint id."""
 
     def __init__(self) -> None:
         self._engines: dict[str, _Engine] = {}
 
     def replace(self, endpoint_ids: Collection[str]) -> None:
-        """The pool is now these."""
+        """Replace the set of endpoints."""
         for gone in self._engines.keys() - set(endpoint_ids):
             del self._engines[gone]
 
     def observe(self, endpoint_id: str, metrics: EndpointMetrics, now: Seconds) -> None:
-        """One good scrape. Counters that fall are those of an engine that has restarted."""
+        """Record a successful scrape. A decrease of a counter means that the engine restarted."""
         sum_s, count = metrics.ttft_sum_s, metrics.ttft_count
         if math.isnan(sum_s) or math.isnan(count):
             return
@@ -70,7 +70,7 @@ class FirstTokensSeen:
             steps.append((now, engine.before_s + sum_s, engine.before_count + count))
 
     def lately(self, now: Seconds) -> Mapping[str, FirstTokens]:
-        """Of the endpoints that told, by id."""
+        """Return the figures of endpoints that report them, by id."""
         return {name: _told(engine, now) for name, engine in self._engines.items()}
 
 

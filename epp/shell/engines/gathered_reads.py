@@ -1,7 +1,7 @@
-"""Reading many connections in one go.
+"""Read many connections together.
 
-To be woken for each message costs an event loop as much as reading it does. Of connections that are
-gathered here nobody is woken: their owner fetches what has come, every few milliseconds.
+Waking the event loop for each message takes as long as reading it. Connections that are gathered
+here do not wake the loop: their owner reads all of them every few milliseconds.
 """
 
 import selectors
@@ -11,8 +11,9 @@ from epp.core.types import Seconds
 
 
 class GatheredReads:
-    """Not for more than one thread. Who gathers a connection lets it go before it is closed: the
-    system gives its descriptor to the next one.
+    """A set of connections that are read together, for use in one thread.
+
+    Remove a connection before closing it, because the operating system reuses its descriptor.
     """
 
     def __init__(self, clock: Callable[[], Seconds]) -> None:
@@ -24,16 +25,17 @@ class GatheredReads:
         return len(self._selector.get_map() or ())
 
     def add(self, descriptor: int, read: Callable[[], None]) -> None:
-        """From now on `read` is called where there is something to read, an end included."""
+        """Call `read` whenever the connection is readable or has ended."""
         self._selector.register(descriptor, selectors.EVENT_READ, read)
 
     def remove(self, descriptor: int) -> None:
         self._selector.unregister(descriptor)
 
     def fetch(self, until_s: Seconds) -> bool:
-        """Call who has something to read, as far as there is time; whether there was anything.
+        """Call the callbacks of readable connections until `until_s`. Return whether any was
+        readable.
 
-        Each time it begins with another, so that in the end all have their turn.
+        Each call starts with another connection, so that all are served eventually.
         """
         ready = self._selector.select(0)
         if not ready:

@@ -1,11 +1,12 @@
-"""Where engines connect to with their KV events: one port of the picker for all of them.
+"""Accept connections of engines that send KV events, on one port of the picker.
 
-An engine that connects does not say who it is before its first message, and then in the topic, which it
-may choose. So who speaks is told by the address that it connects from: it speaks for an endpoint at that
-address and for no other. The topic, `kv@IP:PORT@MODEL` as the field writes it, tells which, where there are
-several; of several ranks behind one endpoint each payload tells which, and whoever hears them asks it. An address of which no endpoint is known is not listened to, and neither is one, for a while,
-that spoke for others: its connections are kept, unread, as long as a handshake may take, because
-whoever is closed at once comes back at once.
+An engine identifies itself only in the topic of its first message, which it can choose freely. Its
+IP address is therefore decisive: a connection can only send events for an endpoint at that address.
+If there are several endpoints, the topic `kv@IP:PORT@MODEL` selects one. If an endpoint has several
+ranks, each payload contains the rank. Connections from an address without endpoint are ignored, and
+so are, for a while, those from an address that sent events for other endpoints. Ignored connections
+stay open unread for the time of a handshake, because a client whose connection closes reconnects at
+once.
 """
 
 import asyncio
@@ -28,21 +29,22 @@ from epp.shell.supervision import forever
 
 HANDSHAKE_S_MAX: Final[Seconds] = 5.0
 STRANGERS_MAX: Final = 256
-"""Connections that are kept unread; more are closed at once."""
+"""Maximum number of connections that stay open unread; further ones are closed at once."""
 UNKNOWN_MESSAGES_MAX: Final = 64
-"""Of one connection, that are of no endpoint at its address; then its address is a stranger's."""
+"""Maximum number of messages per connection that belong to no endpoint at its address."""
 UNHEARD_S: Final[Seconds] = 30.0
-"""For so long an address that spoke for others is a stranger's."""
+"""Time in seconds for which an address that sent events for other endpoints is ignored."""
 LISTEN_AGAIN_S: Final[Seconds] = 5.0
 _KEEPALIVE: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-"""Seconds without traffic until a peer is asked whether it is there, seconds between such questions, and
-how many stay without an answer. Not every system has all."""
+"""Seconds without traffic before a probe, seconds between probes, and number of failed probes.
+
+Some systems lack some of these options."""
 
 _log = structlog.get_logger(__name__)
 
 
 class Turned(StrEnum):
-    """Why something that came is not listened to."""
+    """The reason why a connection or message was rejected."""
 
     STRANGER = "address of no endpoint"
     CONNECTIONS = "too many connections"
@@ -53,35 +55,41 @@ class Turned(StrEnum):
 
 
 class Hears(Protocol):
-    """What becomes of those who connected; endpoints are told by their identity."""
+    """A receiver of the events; endpoints are identified by their id."""
 
     def engine_connected(self, endpoint_id: str, lines: ZmtpLines) -> None:
-        """Nobody else can speak on `lines`, on which nothing was said yet."""
+        """Use `lines` for the endpoint.
+
+        Only this endpoint can use them, and nothing was received yet.
+        """
         ...
 
     def engine_said(
         self, endpoint_id: str, lines: ZmtpLines, sequence: int, payload: bytes
     ) -> Turned | None:
-        """Why it is not listened to; None: it is, and `lines` speak for the endpoint from now on."""
+        """Process a message. Return the reason if it is rejected, else None.
+
+        If it is accepted, `lines` belong to the endpoint from now on.
+        """
         ...
 
     def engine_parted(self, lines: ZmtpLines, why: str) -> None:
-        """`lines` speak for nobody any more."""
+        """Record that the connection of `lines` has ended."""
         ...
 
 
 class _Peer:
-    """One connection."""
+    """The state of one connection."""
 
     def __init__(self, host: str) -> None:
         self.host = host
         self.speaks_for: dict[bytes, str] = {}
-        """Topic -> the endpoint that it names, of this address."""
+        """Endpoint of this address that a topic names, by topic."""
         self.unknown_messages = 0
 
 
 class KVEventServer:
-    """Listens at one place; `run` owns every connection."""
+    """A server on one address and port; `run` owns every connection."""
 
     def __init__(
         self,
@@ -93,26 +101,30 @@ class KVEventServer:
         ranks: int = 1,
         clock: Callable[[], Seconds] = time.monotonic,
     ) -> None:
-        """`host`: "" is everywhere. `topic`: what topics must begin with. `ranks`: of an endpoint."""
+        """Configure the server.
+
+        An empty `host` means all addresses. Topics must begin with `topic`. `ranks` is the number
+        per endpoint.
+        """
         self.turned: Counter[Turned] = Counter()
         self.problem = ""
-        """Why nobody can connect."""
+        """Reason why the port cannot be opened, or ""."""
         self.port = port
-        """Once it is listened at, the one that 0 stood for."""
+        """Configured port; if it is 0, the selected port once the server listens."""
         self._hears = hears
         self._host = host
         self._topic = topic
         self._ranks = ranks
         self._clock = clock
         self._endpoints: dict[str, dict[str, str]] = {}
-        """Address of a pod -> of each endpoint there, its address with the port -> its identity."""
+        """Endpoint ids by the address of the pod and by the address with port."""
         self._peers: dict[ZmtpLines, _Peer] = {}
         self._strangers: set[ZmtpLines] = set()
         self._unheard_until_s: dict[str, Seconds] = {}
-        """Addresses that spoke for others."""
+        """End of the time for which an address is ignored, by address."""
 
     def replace(self, endpoints: Iterable[Endpoint]) -> None:
-        """These may speak from now on."""
+        """Replace the endpoints that may connect."""
         self._endpoints = {}
         for endpoint in endpoints:
             address = canonical_address(endpoint.address)
@@ -134,7 +146,7 @@ class KVEventServer:
             try:
                 server = await loop.create_server(self._protocol, self._host or None, self.port)
             except OSError as error:
-                self.problem = f"port {self.port} cannot be listened on: {type(error).__name__}"
+                self.problem = f"port {self.port} cannot be opened: {type(error).__name__}"
                 _log.warning("engines cannot connect with KV events", problem=self.problem)
                 await asyncio.sleep(LISTEN_AGAIN_S)
                 continue
@@ -153,7 +165,7 @@ class KVEventServer:
         return lines
 
     def _made(self, lines: ZmtpLines) -> None:
-        assert lines.transport is not None, "it has just been made"
+        assert lines.transport is not None, "the connection has just been made"
         host = _host_of_peer(lines.transport)
         at_host = self._endpoints.get(host, {})
         until_s = self._unheard_until_s.get(host)
@@ -162,7 +174,8 @@ class KVEventServer:
             return
         connections = sum(peer.host == host for peer in self._peers.values())
         if connections > len(at_host) * self._ranks:
-            # One more than there are ranks: an engine comes back before the old is known to be gone.
+            # One connection more than ranks is allowed, because an engine may reconnect before the
+            # end of the old connection is known.
             self.turned[Turned.CONNECTIONS] += 1
             lines.end()
             return
@@ -196,7 +209,7 @@ class KVEventServer:
             return
         at_host = self._endpoints.get(peer.host, {})
         if len(at_host) == 1:
-            # Nobody else can be meant, before it says anything.
+            # There is only one possible endpoint, even before the first message.
             self._hears.engine_connected(next(iter(at_host.values())), lines)
 
     def _gone(self, lines: ZmtpLines, why: asyncio.Future[str]) -> None:
@@ -220,7 +233,7 @@ class KVEventServer:
                 return
             endpoint_id = found
             if len(peer.speaks_for) >= UNKNOWN_MESSAGES_MAX:
-                # Topics of one endpoint are as many as whoever sends them likes.
+                # The sender chooses the number of topics, so the memory of them is bounded.
                 peer.speaks_for.clear()
             peer.speaks_for[topic] = endpoint_id
         why = self._hears.engine_said(endpoint_id, lines, *live)
@@ -229,16 +242,18 @@ class KVEventServer:
         self.turned[why] += 1
         peer.unknown_messages += 1
         if peer.unknown_messages > UNKNOWN_MESSAGES_MAX:
-            lines.end(f"speaks for an {why}" if why is Turned.TAKEN else f"speaks for a {why}")
+            lines.end(
+                f"sends events for an {why}" if why is Turned.TAKEN else f"sends events for a {why}"
+            )
 
     def _endpoint_of(self, host: str, topic: bytes) -> str | Turned:
-        """Whom a message of `topic` from `host` is of."""
+        """Return the endpoint of a message with `topic` from `host`, or why it has none."""
         at_host = self._endpoints.get(host, {})
         address = canonical_address(address_in(topic))
         if address in at_host:
             return at_host[address]
         if len(at_host) == 1 and address in ("", host):
-            # It names no port, and there is one endpoint.
+            # The topic has no port and there is only one endpoint.
             return next(iter(at_host.values()))
         of_host = address in ("", host) or host_of(address) == host
         return Turned.TOPIC if of_host else Turned.LIE
@@ -248,14 +263,11 @@ class KVEventServer:
         peer.unknown_messages += 1
         if peer.unknown_messages > UNKNOWN_MESSAGES_MAX:
             self._unheard_until_s[peer.host] = self._clock() + UNHEARD_S
-            lines.end("speaks for others")
+            lines.end("sends events for other endpoints")
 
 
 def address_in(topic: bytes) -> str:
-    """The address in a topic as the field writes it, `kv@IP:PORT@MODEL`, with or without the port.
-
-    "": it has none.
-    """
+    """Return the address in a topic `kv@IP:PORT@MODEL`, with or without port, or "" without one."""
     kind, _, rest = topic.partition(b"@")
     if kind != b"kv":
         return ""
@@ -263,13 +275,15 @@ def address_in(topic: bytes) -> str:
 
 
 def _host_of_peer(transport: asyncio.Transport) -> str:
-    """As addresses of endpoints have it."""
+    """Return the peer's address in the form used for endpoints."""
     peer = transport.get_extra_info("peername")
     return canonical_address(str(peer[0]).removeprefix("::ffff:")).strip("[]") if peer else ""
 
 
 def _ask_whether_it_is_there(transport: asyncio.Transport) -> None:
-    """We say nothing on it, so that the system has to notice a pod that is gone."""
+    """Enable keep-alive probes, because the picker sends nothing and would not notice a vanished
+    pod.
+    """
     connected = transport.get_extra_info("socket")
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
@@ -279,4 +293,4 @@ def _ask_whether_it_is_there(transport: asyncio.Transport) -> None:
 
 
 def _end_unready(lines: ZmtpLines) -> None:
-    lines.end("did not say in time who it is")
+    lines.end("did not complete the handshake in time")

@@ -1,18 +1,21 @@
-"""Sockets of KV events: one connection a rank of an endpoint, and one more for what was missed.
+"""Receive KV events: one connection per rank of an endpoint, and one more to replay missed events.
 
-ZMTP is spoken by `core/kv_events/zmtp`, on this loop and by no thread: libzmq aborts a process where it
-doubts an invariant, hides who is disconnected, and drops what a slow reader does not fetch. What
-has come is fetched of all connections together (`gathered_reads`), put into subscriptions, and taken
-note of in turns of three milliseconds with pauses of four between them, so that engines that never
-stop talking get three sevenths of the loop and no more; who is further ahead is not read from, and its engine
-drops what it cannot send.
+ZMTP is implemented by `core/kv_events/zmtp`, in this event loop and without threads. libzmq is not
+used: it aborts the process on a failed invariant, hides disconnections, and drops messages of slow
+readers. Received data is read from all connections together (`gathered_reads`), added to
+subscriptions, and processed in turns of 3 ms with pauses of 4 ms. Engines that send without pause
+therefore use at most three sevenths of the loop. A connection with too much unprocessed data is not
+read, and its engine drops what it cannot send.
 
-Engines that connect themselves are taken in by `kv_event_server`; of both ways an endpoint has one at a
-time. Of these it is configured how many ranks they have, and each payload says of which it is; one that
-says more than it may is not heard, since nobody knows at which rank a request finds what it told. Where no port is configured each endpoint is asked `GET /kv_event_sources`, which vLLM answers since
-0.31; who does not know that is tried at the port that the field uses. An engine may have several ranks
-behind its address: each is followed by itself, and is asked after again when any of them is not found
-or the engine has restarted, since it may have fewer then.
+`kv_event_server` accepts engines that connect themselves; an endpoint uses one of the two ways at a
+time. For these engines the number of ranks is configured, and each payload contains its rank. An
+endpoint whose engine sends more ranks than configured is ignored, because the rank of its cached
+blocks is unknown.
+
+Without a configured port each endpoint is requested `GET /kv_event_sources`, which vLLM supports
+since 0.31. For an engine that does not support it the usual port is tried. An engine may have
+several ranks behind its address, each with its own connection. The endpoint is requested again when
+a rank is missing or the engine restarted, because it may have fewer ranks then.
 """
 
 import asyncio
@@ -51,7 +54,7 @@ from epp.shell.engines.zmtp_lines import ZmtpLines
 from epp.shell.supervision import Supervisor, forever
 
 DEFAULT_PORT: Final = 5557
-"""Of publishers, in the field."""
+"""Usual port of publishers."""
 SOURCES_PATH: Final = "/kv_event_sources"
 SOURCES_BYTES_MAX: Final = 64 * 1024
 ASK_S_MAX: Final[Seconds] = 2.0
@@ -59,24 +62,24 @@ CONNECT_S_MAX: Final[Seconds] = 5.0
 BACKOFF_S: Final[Seconds] = 0.5
 BACKOFF_S_MAX: Final[Seconds] = 5.0
 NO_SOURCE_S: Final[Seconds] = 30.0
-"""Until an endpoint that said that it has no source is asked again; one that did not answer is sooner."""
+"""Delay in seconds before an endpoint without source is requested again; shorter without an answer."""
 TAKEN_OVER_S: Final[Seconds] = 5.0
-"""A connection on which nothing was heard for so long gives way to another of the same endpoint."""
+"""Time in seconds after which a silent connection may be replaced by another of the same endpoint."""
 TRIES_BEFORE_ASKING: Final = 3
-"""Connections in vain, after which an endpoint is asked anew where its source is."""
+"""Number of failed connections after which the endpoint is requested for its source again."""
 REPLAYS_AT_ONCE_MAX: Final = 8
 REPLAY_IDLE_S: Final[Seconds] = 2.0
 REPLAY_S_MAX: Final[Seconds] = 120.0
 WATCH_S: Final[Seconds] = 0.25
 TURN_S: Final[Seconds] = 0.003
 PAUSE_S: Final[Seconds] = 0.004
-"""Before a turn: what comes meanwhile is taken note of together, which costs less."""
+"""Pause in seconds before a turn; processing collected messages together takes less time."""
 IDLE_PAUSE_S: Final[Seconds] = 0.016
-"""While nothing comes."""
+"""Pause in seconds while nothing arrives."""
 AT_ONCE_MAX: Final = 32
-"""Endpoints of which a frame is read before note is taken of any."""
+"""Number of endpoints from which one frame is decoded before any is processed."""
 WAITING_BYTES_MAX: Final = 8 * 1024 * 1024
-"""Of one endpoint, that are not taken note of yet: above it is not read from."""
+"""Maximum unprocessed bytes of one endpoint; beyond it its connection is not read."""
 
 _log = structlog.get_logger(__name__)
 
@@ -92,7 +95,7 @@ _RANK: Final = re.compile(r"0|[1-9][0-9]{0,4}")
 
 
 class Place(Struct, frozen=True):
-    """Where one rank of an endpoint publishes."""
+    """The address where one rank of an endpoint publishes."""
 
     host: str
     port: int
@@ -100,7 +103,7 @@ class Place(Struct, frozen=True):
 
 
 class _Published(Struct, gc=False):
-    """What an engine says of one rank."""
+    """The source of one rank as reported by an engine."""
 
     endpoint: str | None = None
     replay_endpoint: str | None = None
@@ -109,40 +112,40 @@ class _Published(Struct, gc=False):
 
 
 class SourceRow(Struct, frozen=True, kw_only=True):
-    """How one endpoint is heard, for operators; of several ranks the one that is heard worst."""
+    """The reception of one endpoint's events, for operators; with several ranks the worst one."""
 
     endpoint: str
     state: StreamState
     complete: bool = False
     silent: bool = False
     problem: str = ""
-    """Why it is not heard, in words; "": it is, or is about to be."""
+    """Reason in words why no events are received; "" if they are, or soon will be."""
     place: str = ""
-    """Where it publishes, as far as that is known."""
+    """Address where it publishes, as far as known."""
     lag_s: Seconds | None = None
-    """How old the last frame is, by the clocks of engine and picker."""
+    """Age of the last frame in seconds, by the clocks of engine and picker."""
     sequence: int | None = None
-    """The engine's number of a frame up to which note was taken of all."""
+    """Engine's sequence number up to which every frame was processed."""
 
 
 class KVEventsSnapshot(Struct, frozen=True, kw_only=True):
-    """What all endpoints together told, for metrics; counts since the start."""
+    """The reception of all endpoints' events, for metrics; counts are since the start."""
 
     states: Mapping[str, int]
-    """How many endpoints are in each state."""
+    """Number of endpoints by state."""
     incomplete: int = 0
-    """Those that are live and told not all that they hold."""
+    """Number of live endpoints that did not report all cached blocks."""
     silent: int = 0
     events: Mapping[str, int]
-    """By type."""
+    """Number of events by type."""
     faults: Mapping[str, int]
-    """Events and payloads that are not known, by reason."""
+    """Number of unknown events and payloads by reason."""
     streams: Mapping[str, int]
-    """Gaps, replays and the like."""
+    """Number of gaps, replays and similar, by kind."""
 
 
 class _Source:
-    """One rank of an endpoint; the first stands for the endpoint."""
+    """The source of one rank; the first rank represents the endpoint."""
 
     def __init__(
         self, endpoint: Endpoint, slot: int, *, rank: int = 0, first: "_Source | None" = None
@@ -151,23 +154,23 @@ class _Source:
         self.slot = slot
         self.rank = rank
         self.first = first
-        """None: it is the first."""
+        """Source of the first rank, or None if this is the first."""
         self.others: list[_Source] = []
-        """Of the first: those of the other ranks, in their order."""
+        """Sources of the other ranks in order; only the first rank has them."""
         self.lives = 0
-        """How often the endpoint had restarted when it was asked last where it publishes."""
+        """Number of restarts when the endpoint was last requested for its sources."""
         self.asking: asyncio.Task[None] | None = None
-        """Asks that anew."""
+        """Task that requests the sources again."""
         self.subscription: Subscription | None = None
         self.place: Place | None = None
-        """Where it is to be heard."""
+        """Address where the rank publishes, or None if unknown."""
         self.heard_at: Place | None = None
-        """Where it is heard: by `lines`, whoever opened them."""
+        """Address of the open connection `lines`, whichever side opened it."""
         self.problem = ""
         self.rank_said: int | None = None
-        """Of the first, by an engine that connected and is to have one rank: of which it said to be."""
+        """Rank in the payloads of an engine that connected and should have one rank."""
         self.refused = ""
-        """Why an engine that connects is not listened to."""
+        """Reason why an engine that connects is ignored."""
         self.lines: ZmtpLines | None = None
         self.task: asyncio.Task[None] | None = None
         self.replay: asyncio.Task[None] | None = None
@@ -175,12 +178,12 @@ class _Source:
 
     @property
     def ranks(self) -> tuple["_Source", ...]:
-        """Of the first: all of the endpoint."""
+        """All ranks of the endpoint; valid for the first rank."""
         return (self, *self.others)
 
 
 class KVEventListener:
-    """Hears every endpoint of the pool while an index of the scheduler hears engines."""
+    """A receiver of the events of every endpoint, active while an index needs KV events."""
 
     def __init__(
         self,
@@ -191,7 +194,7 @@ class KVEventListener:
         clock: Callable[[], Seconds] = time.monotonic,
         wall_clock: Callable[[], Seconds] = time.time,
     ) -> None:
-        """`seed` is for jitter alone."""
+        """`seed` is used only for jitter."""
         self._scheduler = scheduler
         self._supervisor = supervisor or Supervisor()
         self._clock = clock
@@ -199,36 +202,36 @@ class KVEventListener:
         self._random = Random(f"{seed}:kv-events")  # noqa: S311  jitter, not secrets
         self._settings: KvEventsConfig | None = None
         self._ranks_chosen = False
-        """A plugin chooses ranks: engines with several are heard."""
+        """True if a plugin selects ranks, so that engines with several ranks are usable."""
         self._endpoints: Sequence[Endpoint] = ()
         self._ranks: Mapping[str, int] = {}
-        """Identity of an endpoint -> its rank in its pod."""
+        """Rank of an endpoint in its pod, by endpoint id."""
         self._pods: Mapping[tuple[str, str], int] = Counter()
-        """Pod -> how many endpoints it has."""
+        """Number of endpoints by pod."""
         self._sources: dict[str, _Source] = {}
         self._group: asyncio.TaskGroup | None = None
         self._replays = asyncio.Semaphore(REPLAYS_AT_ONCE_MAX)
         self._reads = GatheredReads(clock)
         self._share = LoopShare(time.thread_time)
         self._busy: OrderedDict[_Source, None] = OrderedDict()
-        """Which have work, in the order of their turns."""
+        """Sources with unprocessed data, in the order of their turns."""
         self._turn: asyncio.Handle | None = None
         self._pause_s = PAUSE_S
-        """Before the next."""
+        """Pause before the next turn in seconds."""
         self.server: KVEventServer | None = None
-        """Where engines connect to, if they are to."""
+        """Server for engines that connect, or None."""
         self._server_task: asyncio.Task[None] | None = None
         self._gone: Counter[tuple[str, str]] = Counter()
-        """(kind, name) -> what endpoints told that are not heard any more."""
+        """Counts of closed subscriptions, by kind and name."""
         self._wanted = asyncio.Event()
-        """An index hears engines."""
+        """Set while an index receives events from engines."""
 
-    # What the pool is.
+    # The methods below handle the pool.
 
     def replace(self, endpoints: Sequence[Endpoint]) -> None:
-        """The endpoints are these from now on, and are heard as the scheduler is configured now.
+        """Replace the endpoints and apply the current configuration of the scheduler.
 
-        It knows both already.
+        The scheduler must know both already.
         """
         self._endpoints = endpoints
         self._ranks = ranks_of(endpoints)
@@ -277,16 +280,16 @@ class KVEventListener:
         self._start()
 
     def rows(self) -> list[SourceRow]:
-        """One an endpoint that is to be heard."""
+        """Return one row for each endpoint whose events are wanted."""
         return [self._worst_row(source) for source in self._sources.values()]
 
     def row_of(self, endpoint: Endpoint) -> SourceRow | None:
-        """How `endpoint` is heard; None: it is not to be."""
+        """Return the row of `endpoint`, or None if its events are not wanted."""
         source = self._sources.get(endpoint.endpoint_id)
         return None if source is None else self._worst_row(source)
 
     def snapshot(self) -> KVEventsSnapshot | None:
-        """None: no index hears engines."""
+        """Return the totals, or None if no index receives events from engines."""
         if self._settings is None:
             return None
         rows = self.rows()
@@ -308,7 +311,7 @@ class KVEventListener:
         )
 
     def subscriptions(self) -> list[tuple[Endpoint, Subscription]]:
-        """Of the endpoints that have a source."""
+        """Return the subscriptions of endpoints that have a source."""
         return [
             (source.endpoint, source.subscription)
             for source in self._every_rank()
@@ -320,7 +323,7 @@ class KVEventListener:
             yield from source.ranks
 
     async def run(self) -> None:
-        """Hear until cancelled. Owns every task and connection there is."""
+        """Receive events until cancelled; this owns all tasks and connections."""
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
@@ -341,10 +344,13 @@ class KVEventListener:
             self._reads.close()
             self._settings = None
 
-    # Who connects to us.
+    # The methods below handle engines that connect.
 
     def engine_connected(self, endpoint_id: str, lines: ZmtpLines) -> None:
-        """Nobody else can speak on `lines`, on which nothing was said yet."""
+        """Use `lines` for the endpoint.
+
+        Only this endpoint can use them, and nothing was received yet.
+        """
         source = self._sources.get(endpoint_id)
         if source is not None and not source.others and not source.refused:
             self._take_in(source, lines)
@@ -352,7 +358,10 @@ class KVEventListener:
     def engine_said(
         self, endpoint_id: str, lines: ZmtpLines, sequence: int, payload: bytes
     ) -> Turned | None:
-        """Why it is not listened to; None: it is, and `lines` speak for the endpoint from now on."""
+        """Process a message. Return the reason if it is rejected, else None.
+
+        If it is accepted, `lines` belong to the endpoint from now on.
+        """
         first = self._sources.get(endpoint_id)
         if first is None:
             return Turned.TAKEN
@@ -361,18 +370,18 @@ class KVEventListener:
             return source
         if not self._take_in(source, lines):
             return Turned.TAKEN
-        assert source.subscription is not None, "it was made when they connected"
+        assert source.subscription is not None, "the connection created the subscription"
         self._ask(source, source.subscription.received(sequence, payload, self._clock()))
         return None
 
     def _rank_that_says(self, first: _Source, payload: bytes) -> _Source | Turned:
-        """Of the endpoint of `first`; or why `payload` is not listened to."""
+        """Return the rank that sent `payload`, or the reason why it is rejected."""
         rank = rank_in(payload)
         if first.refused:
             return Turned.RANK
         if first.others:
             if self._settings is None or self._settings.discover_pods:
-                # They are heard where they publish.
+                # These ranks are received where they publish.
                 return Turned.TAKEN
             known = rank is not None and rank < len(first.ranks)
             return first.ranks[rank or 0] if known else Turned.RANK
@@ -382,16 +391,19 @@ class KVEventListener:
             first.rank_said = rank
             return first
         first.refused = first.problem = (
-            f"connects with ranks {first.rank_said} and {rank}, which are not told apart: declare a "
-            "data-parallel-rank-producer, and how many there are in dataParallelSize"
+            f"connects with ranks {first.rank_said} and {rank}, but one rank is configured: "
+            "declare a data-parallel-rank-producer, and the number of ranks in dataParallelSize"
         )
         if first.lines is not None:
-            first.lines.end("is not listened to any more")
+            first.lines.end("is no longer used")
         self._end_subscription(first)
         return Turned.RANK
 
     def _take_in(self, source: _Source, lines: ZmtpLines) -> bool:
-        """From now on `lines`, of an engine that connected, speak for `source`; False: others do."""
+        """Use `lines` of an engine that connected for `source`.
+
+        Return False if another connection is used.
+        """
         if self._settings is None or lines.transport is None:
             return False
         if source.lines is lines:
@@ -402,25 +414,27 @@ class KVEventListener:
             before is not None
             and before.is_ready
             and subscription is not None
-            # Later it may be gone, and nobody has told us.
+            # Later the other connection may be gone without notice.
             and now - subscription.stream.heard_at_s < TAKEN_OVER_S
         ):
             return False
         if before is not None:
-            before.end("is not listened to any more: another connection speaks for the endpoint")
+            before.end("is no longer used: another connection serves the endpoint")
         port: int = lines.transport.get_extra_info("peername")[1]
         source.lines = lines
         self._connected(source, self._place_of_who_connects(source, port, self._settings))
         return True
 
     def _place_of_who_connects(self, source: _Source, port: int, settings: KvEventsConfig) -> Place:
-        """An engine that connects from `port` binds that of old events all the same."""
+        """Return the place of an engine that connects from `port`; it binds the replay port as
+        usual.
+        """
         replay = settings.pod_discovery_config.replay_socket_port
         rank = self._ranks[source.endpoint.endpoint_id] + source.rank
         return Place(source.endpoint.host, port, None if replay is None else replay + rank)
 
     def _new_source(self, endpoint: Endpoint, slot: int, settings: KvEventsConfig) -> _Source:
-        """With its ranks, where it is configured how many there are and nobody is asked."""
+        """Return a source, with all ranks if their number is configured and engines connect."""
         first = _Source(endpoint, slot)
         ranks = _ranks_that_connect(settings)
         if ranks == 1:
@@ -431,12 +445,12 @@ class KVEventListener:
             return first
         first.others = [_Source(endpoint, slot, rank=rank, first=first) for rank in range(1, ranks)]
         for source in first.ranks:
-            # All that an endpoint holds is known once each of its ranks is heard.
+            # All cached blocks of an endpoint are known only once every rank is received.
             self._open_subscription(source, self._place_of_who_connects(source, 0, settings))
         return first
 
     def engine_parted(self, lines: ZmtpLines, why: str) -> None:
-        """`lines` speak for nobody any more."""
+        """Record that the connection of `lines` has ended."""
         for source in self._every_rank():
             if source.lines is lines:
                 source.problem = source.refused or f"{_spelt(source.heard_at)} {why}"
@@ -451,7 +465,7 @@ class KVEventListener:
             self._gone.update({("faults", why.value): count for why, count in turned.items()})
             self.server = None
 
-    # Sources.
+    # The methods below handle sources.
 
     def _start(self) -> None:
         if self._group is None:
@@ -490,24 +504,24 @@ class KVEventListener:
         if subscription is None:
             return
         self._gone.update(_counts_of(subscription))
-        # Who is in the slot now may be another.
+        # The slot may belong to another endpoint now.
         if self._scheduler.pool.slot_of(source.endpoint) == source.slot:
             subscription.close(self._clock())
 
     async def _follow(self, source: _Source) -> None:
-        """Find where an endpoint publishes, hear it, and come back when it is gone."""
+        """Find where a rank publishes, receive its events, and reconnect after a failure."""
         await asyncio.sleep(self._random.random() * BACKOFF_S)
         tries = 0
         while True:
             if source.lines is not None:
-                # It has connected to us.
+                # The engine has connected by itself.
                 await asyncio.wait([source.lines.closed])
                 await asyncio.sleep(self._jittered(BACKOFF_S_MAX))
                 continue
             if source.place is None or tries >= TRIES_BEFORE_ASKING:
                 tries = 0
                 if source.first is not None:
-                    # It may be gone: the engine has restarted with fewer ranks.
+                    # The rank may be gone, because the engine restarted with fewer ranks.
                     self._ask_anew(source.first)
                     await asyncio.sleep(self._jittered(BACKOFF_S_MAX))
                     answered = True
@@ -525,7 +539,7 @@ class KVEventListener:
         return pause_s * self._random.uniform(0.8, 1.2)
 
     def _ask_anew(self, source: _Source) -> None:
-        """Have the endpoint of `source` asked where it publishes, though it was found once."""
+        """Request the sources of the endpoint again."""
         if self._group is None or (source.asking is not None and not source.asking.done()):
             return
 
@@ -540,8 +554,11 @@ class KVEventListener:
         )
 
     async def _find(self, source: _Source) -> bool:
-        """Set where the ranks of `source` publish, or why that is not known; whether it was reached."""
-        assert self._settings is not None, "who is heard is configured"
+        """Determine where the ranks of `source` publish.
+
+        Return False if the endpoint was unreachable.
+        """
+        assert self._settings is not None, "the reception of events is configured"
         discovery = self._settings.pod_discovery_config
         source.lives = self._scheduler.lives.get(source.slot, 0)
         host = source.endpoint.host
@@ -558,9 +575,9 @@ class KVEventListener:
             page = await client.fetch(ASK_S_MAX)
         except BadResponseError:
             if source.others:
-                # It has answered before: something else answers for it while it starts.
+                # The endpoint answered before, so something else answers while it starts.
                 return False
-            # An engine before vLLM 0.31, or another one.
+            # This is vLLM before 0.31 or another engine.
             self._settle(source, self._places_from(source, DEFAULT_PORT), "")
             return True
         except OSError as error:
@@ -575,8 +592,8 @@ class KVEventListener:
         return True
 
     def _places_from(self, source: _Source, port: int) -> tuple[Place, ...] | str:
-        """Where its ranks publish, of which nobody was asked, the first of the pod at `port`."""
-        assert self._settings is not None, "who is heard is configured"
+        """Return the configured places of the ranks; the first rank of the pod uses `port`."""
+        assert self._settings is not None, "the reception of events is configured"
         discovery = self._settings.pod_discovery_config
         ranks, endpoints = discovery.data_parallel_size, self._pods[pod_of(source.endpoint)]
         why = _unheard(ranks, endpoints, ranks_chosen=self._ranks_chosen) if ranks > 1 else ""
@@ -590,7 +607,9 @@ class KVEventListener:
         )
 
     def _settle(self, source: _Source, found: tuple[Place, ...] | str, said_by: str) -> None:
-        """Hear the ranks of an endpoint where they were `found`, and none that is gone; or say why not."""
+        """Use the places that were found and drop missing ranks; a text is the reason why none was
+        found.
+        """
         places = () if isinstance(found, str) else found
         kept = max(0, len(places) - 1)
         for gone in source.others[kept:]:
@@ -602,19 +621,19 @@ class KVEventListener:
         if isinstance(found, str):
             source.place, source.problem = None, f"{said_by}{found}"
             if source.lines is not None:
-                source.lines.end("is not listened to any more")
+                source.lines.end("is no longer used")
             return
         for one, place in zip(source.ranks, places, strict=True):
             before, one.place = one.place, place
             if before not in (None, place) and one.lines is not None:
-                one.lines.end("is not where its engine publishes any more")
+                one.lines.end("is no longer the address where its engine publishes")
             if len(places) > 1 and one.subscription is None:
-                # All that an endpoint holds is known once each of its ranks is heard.
+                # All cached blocks of an endpoint are known only once every rank is received.
                 self._open_subscription(one, place)
         self._start()
 
     async def _hear(self, source: _Source, place: Place) -> bool:
-        """Hear until the connection ends; whether anything was heard."""
+        """Receive events until the connection ends. Return True if it was established."""
         topic = b"" if self._settings is None else self._settings.topic_filter.encode()
         zmtp = ZmtpConnection(SocketType.SUB, topic=topic)
         lines: ZmtpLines | None = None
@@ -624,7 +643,7 @@ class KVEventListener:
                     lambda: ZmtpLines(zmtp, partial(self._received, source)), place.host, place.port
                 )
                 if source.lines is not None:
-                    # It has connected to us meanwhile.
+                    # The engine has connected by itself meanwhile.
                     return True
                 source.lines = lines
                 await lines.ready
@@ -633,9 +652,9 @@ class KVEventListener:
             why = await lines.closed
             source.problem = f"{_spelt(place)} {why}"
         except (OSError, TimeoutError) as error:
-            # A ZMTP error is told in a sentence, one of the system by its type.
+            # A ZMTP error has a sentence; an error of the system is described by its type.
             what = str(error) if type(error) is ConnectionError else type(error).__name__
-            source.problem = f"{_spelt(place)} cannot be heard: {what}"
+            source.problem = f"{_spelt(place)} cannot be received: {what}"
             return False
         finally:
             if lines is not None:
@@ -644,7 +663,7 @@ class KVEventListener:
         return True
 
     def _connected(self, source: _Source, place: Place) -> None:
-        """The lines of `source` are open."""
+        """Start receiving from the open connection of `source`."""
         subscription = source.subscription
         if subscription is None or subscription.replays is not (place.replay_port is not None):
             subscription = self._open_subscription(source, place)
@@ -656,7 +675,7 @@ class KVEventListener:
         self._ask(source, subscription.connected(self._clock()))
 
     def _open_subscription(self, source: _Source, place: Place) -> Subscription:
-        """For what comes from `place`, in the place of what there was."""
+        """Replace the subscription of `source` by one for events from `place`."""
         self._end_subscription(source)
         source.subscription = Subscription(
             self._scheduler,
@@ -668,7 +687,7 @@ class KVEventListener:
         return source.subscription
 
     def _parted(self, source: _Source, lines: ZmtpLines) -> None:
-        """`lines` carry nothing any more."""
+        """Record that the connection of `lines` has ended."""
         if source.lines is not lines:
             return
         source.lines = None
@@ -689,7 +708,7 @@ class KVEventListener:
         self._ask(source, subscription.received(*live, self._clock()))
 
     def _ask(self, source: _Source, asked: Sequence[Asked]) -> None:
-        """Do what a subscription wants, and see that what came is taken note of."""
+        """Do what the subscription requests, and schedule the processing of received data."""
         place = source.heard_at
         for question in asked:
             if not isinstance(question, AskReplay) or place is None or self._group is None:
@@ -722,9 +741,9 @@ class KVEventListener:
                 self._turn = asyncio.get_running_loop().call_later(self._pause_s, self._work)
 
     def _take_turn(self, now: Seconds) -> None:
-        """Fetch what came, and take note of it, of some endpoints at a time; for `TURN_S`."""
+        """Read received data and process some endpoints at a time, for at most `TURN_S`."""
         until_s = now + TURN_S
-        # Whoever sends as fast as it is read leaves half of the turn for what has come.
+        # Reading takes at most half of the turn, so that a fast sender leaves time for processing.
         fetched = self._reads.fetch(now + TURN_S / 2)
         self._pause_s = PAUSE_S if fetched or self._busy else min(2 * self._pause_s, IDLE_PAUSE_S)
         while self._busy and self._clock() < until_s:
@@ -741,7 +760,7 @@ class KVEventListener:
                     self._busy[source] = None
 
     def _note(self, source: _Source) -> None:
-        """Take note of what came from one endpoint, of a part if it is much."""
+        """Process received events of one endpoint, or a part of them if there are many."""
         subscription = source.subscription
         if subscription is None:
             return
@@ -754,7 +773,7 @@ class KVEventListener:
             self._ask(source, asked)
 
     async def _replay(self, source: _Source, place: Place, first: int) -> None:
-        """Ask for what was missed; what comes is gathered first, so that nothing waits for us."""
+        """Request missed events; they are collected first, so that the engine need not wait."""
         subscription = source.subscription
         if subscription is None or place.replay_port is None:
             return
@@ -788,7 +807,7 @@ class KVEventListener:
                         await arrived.wait()
         except (OSError, TimeoutError) as error:
             _log.debug(
-                "KV events were not told again",
+                "replay of KV events failed",
                 endpoint=_name_of(source),
                 problem=type(error).__name__,
             )
@@ -809,7 +828,7 @@ class KVEventListener:
                 if source.place is not None and lives != source.lives:
                     self._ask_anew(source)
                 elif source.rank_said is not None and lives != source.lives:
-                    # Another process may be of another rank.
+                    # Another process may have another rank.
                     source.lives, source.rank_said = lives, None
                     if source.refused:
                         source.refused = source.problem = ""
@@ -823,13 +842,13 @@ class KVEventListener:
                     source.named_silent = silent
                     if silent:
                         _log.warning(
-                            "KV events are silent while the engine works",
+                            "no KV events although the engine works",
                             endpoint=_name_of(source),
                             source=_spelt(source.heard_at),
                         )
 
     def _worst_row(self, source: _Source) -> SourceRow:
-        """Of the rank that is heard worst, if there are several."""
+        """Return the row of an endpoint; with several ranks that of the worst one."""
         if not source.others:
             return self._row(source)
         rows = [self._row(one) for one in source.ranks]
@@ -873,7 +892,7 @@ class KVEventListener:
 
 
 def _ranks_that_connect(settings: KvEventsConfig) -> int:
-    """Of an endpoint: those that are found connect to nobody."""
+    """Return the number of ranks per endpoint that connect; discovered engines do not connect."""
     return 1 if settings.discover_pods else settings.pod_discovery_config.data_parallel_size
 
 
@@ -890,60 +909,60 @@ def _counts_of(subscription: Subscription) -> dict[tuple[str, str], int]:
 def places_of(
     page: bytes, host: str, rank: int, endpoints: int, *, ranks_chosen: bool
 ) -> tuple[Place, ...] | str:
-    """Where an engine that answers `page` publishes what an endpoint holds; or why that is not known.
+    """Return where an engine publishes according to its answer `page`, or why that is unknown.
 
-    Its host is taken for ours: an engine does not say where else this picker connects to. Of a pod with
-    as many `endpoints` as the engine has ranks the endpoint is `rank`. An engine that has more shares
-    its requests out among them: what they hold says what a request finds only where a plugin places
-    requests, `ranks_chosen`, and the engine is one endpoint.
+    The host of the endpoint is used, because the engine cannot know its address for this picker. If
+    a pod has as many `endpoints` as the engine has ranks, the endpoint is `rank`. An engine with
+    more ranks distributes requests among them. Its cached blocks are then useful only if a plugin
+    selects the rank (`ranks_chosen`) and the engine is one endpoint.
     """
     try:
         ranks = msgspec.json.decode(page, type=dict[str, _Published])
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        return "answered with something else than sources by rank"
+        return "answered with something other than sources by rank"
     if len(ranks) > max(endpoints, 1):
         why = _unheard(len(ranks), endpoints, ranks_chosen=ranks_chosen)
-        return f"names {why}" if why else _places_of_all(ranks, host)
+        return f"lists {why}" if why else _places_of_all(ranks, host)
     config = ranks.get(str(rank))
     if config is None and len(ranks) == 1:
         config = next(iter(ranks.values()))
     if config is None:
-        return f"names no source of rank {rank}" if ranks else "names no source"
+        return f"lists no source of rank {rank}" if ranks else "lists no source"
     port = _port_of(config.endpoint)
     if not config.enable_kv_cache_events or config.publisher == "null" or port is None:
-        return "names no source that publishes to a port of tcp"
+        return "lists no source that publishes to a TCP port"
     return (Place(host, port, _port_of(config.replay_endpoint)),)
 
 
 def _unheard(ranks: int, endpoints: int, *, ranks_chosen: bool) -> str:
-    """Why an engine with more `ranks` than its pod has `endpoints` is not heard; "": it is."""
+    """Return why an engine with more `ranks` than its pod has `endpoints` is unusable, or ""."""
     what = f"{ranks} ranks behind {endpoints} endpoint{'s' * (endpoints != 1)}"
     if endpoints > 1:
-        return f"{what}, among which its own balancer chooses: give each rank a port of its own"
+        return f"{what}, which the engine's own balancer selects: give each rank a port of its own"
     if not ranks_chosen:
         return (
-            f"{what}, among which its own balancer chooses: declare a data-parallel-rank-producer, "
-            "or give each rank a port of its own"
+            f"{what}, which the engine's own balancer selects: declare a "
+            "data-parallel-rank-producer, or give each rank a port of its own"
         )
-    return f"{what}, no more than {RANKS_MAX} are heard" if ranks > RANKS_MAX else ""
+    return f"{what}, at most {RANKS_MAX} are supported" if ranks > RANKS_MAX else ""
 
 
 def _places_of_all(ranks: Mapping[str, _Published], host: str) -> tuple[Place, ...] | str:
-    """Of the ranks of one engine, in their order; or why they are not known."""
+    """Return the places of an engine's ranks in order, or why they are unknown."""
     if not all(map(_RANK.fullmatch, ranks)):
-        return "names ranks that are no numbers"
+        return "lists ranks that are not numbers"
     numbers = sorted(map(int, ranks))
     if numbers[-1] - numbers[0] != len(numbers) - 1:
-        return "names ranks that do not follow each other"
+        return "lists ranks that are not consecutive"
     places: list[Place] = []
     for number in numbers:
         config = ranks[str(number)]
         port = _port_of(config.endpoint)
         if not config.enable_kv_cache_events or config.publisher == "null" or port is None:
-            return f"names no source of rank {number} that publishes to a port of tcp"
+            return f"lists no source of rank {number} that publishes to a TCP port"
         places.append(Place(host, port, _port_of(config.replay_endpoint)))
     if len({place.port for place in places}) < len(places):
-        return "names one port for several ranks"
+        return "lists one port for several ranks"
     return tuple(places)
 
 
@@ -963,7 +982,7 @@ def _same_process(known: _Source, endpoint: Endpoint, slot: int) -> bool:
 
 
 def _name_of(source: _Source) -> str:
-    """For the log: with the rank, where there are several."""
+    """Return the name for the log, with the rank if there are several."""
     several = source.first is not None or source.others
     return f"{source.endpoint.name} rank {source.rank}" if several else source.endpoint.name
 

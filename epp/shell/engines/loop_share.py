@@ -1,12 +1,12 @@
-"""How much of the event loop reading pages may take: of one endpoint, and of all together. Pure.
+"""Limit the event loop's time for pages: per endpoint and in total.
 
-A page is a message of a server that nobody vouches for, and one loop serves everybody. What a page
-cost is measured; its endpoint is left alone in proportion, so that in the long run no endpoint takes
-more than `SHARE_ONE_MAX` of the loop and all together no more than `SHARE_ALL_MAX`.
+A page comes from a server that is not trusted, and one loop serves all requests. The time for each
+page is measured, and the endpoint's next fetch is delayed in proportion. In the long run no
+endpoint uses more than `SHARE_ONE_MAX` of the loop, and all together no more than `SHARE_ALL_MAX`.
 
-A good page may be dear once, because the garbage collector ran or the machine was busy. So there is
-credit: an endpoint that owes is asked often enough for its metrics to stay fresh, until it owes more
-than `CREDIT_S`.
+A harmless page may take long once, because of a garbage collection or a busy machine. Therefore
+there is credit: an endpoint in debt is still fetched often enough for fresh metrics, up to
+`CREDIT_S` of debt. This module performs no I/O.
 """
 
 from collections.abc import Callable
@@ -16,17 +16,17 @@ from typing import Final
 from epp.core.types import Seconds
 
 SHARE_ONE_MAX: Final = 0.01
-"""Of the loop's time, for the pages of one endpoint: 2 ms every 200 ms, and a usual page takes 0.1."""
+"""Share of the loop's time for one endpoint: 2 ms every 200 ms; a usual page takes 0.1 ms."""
 SHARE_ALL_MAX: Final = 0.5
-"""For all pages. A thousand usual ones every half second take 0.2."""
+"""Share of the loop's time for all pages; a thousand usual ones every half second take 0.2."""
 CREDIT_S: Final = 10.0
-"""Of pauses that may be taken later."""
+"""Maximum sum of pauses in seconds that may be postponed."""
 COST_S_MAX: Final = 0.1
-"""Charged for one page. More than the limits of a page allow is not the page's doing."""
+"""Maximum charge for one page in seconds; more than this cannot be caused by the page."""
 
 
 class LoopShare:
-    """Shared by all endpoints. `clock` gives the CPU time of the loop's thread."""
+    """The share of all endpoints. `clock` returns the CPU time of the loop's thread."""
 
     def __init__(self, clock: Callable[[], Seconds]) -> None:
         self.clock = clock
@@ -34,20 +34,20 @@ class LoopShare:
 
     @property
     def stretch(self) -> float:
-        """By how much all pauses are longer than they would be if there were loop to spare."""
+        """Factor by which all pauses are extended because the loop lacks time."""
         return max(1.0, self._wanted / SHARE_ALL_MAX)
 
     def open(self) -> "Account":
-        """For one more endpoint; to be closed when it is not asked any more."""
+        """Return an account for one more endpoint; close it when the endpoint is no longer fetched."""
         return Account(self)
 
     def want(self, share: float) -> None:
-        """An endpoint would take so much more of the loop than before, or less."""
+        """Record that an endpoint needs `share` more of the loop than before, or less if negative."""
         self._wanted = max(0.0, self._wanted + share)
 
 
 class Account:
-    """Of one endpoint. `with account:` charges it with the loop time of the block."""
+    """The account of one endpoint. `with account:` charges the loop time of the block."""
 
     __slots__ = ("_owed_s", "_shared", "_spent_s", "_started_s", "_wanted")
 
@@ -70,14 +70,14 @@ class Account:
         self._spent_s += self._shared.clock() - self._started_s
 
     def charge(self, seconds: Seconds) -> None:
-        """Add what cannot be measured from within."""
+        """Charge time that cannot be measured from within."""
         self._spent_s += seconds
 
     def settle(self, interval_s: Seconds, patience_s: Seconds) -> Seconds:
-        """A page is done: how long its endpoint is to be left alone at least.
+        """Return the minimum pause in seconds before the next fetch, after a page was processed.
 
-        `interval_s`: between two pages that cost little. `patience_s`: the longest pause of one
-        that has credit.
+        `interval_s` is the pause between cheap pages. `patience_s` is the longest pause while there
+        is credit.
         """
         cost_s, self._spent_s = min(self._spent_s, COST_S_MAX), 0.0
         self._want(min(cost_s / interval_s, SHARE_ONE_MAX))
@@ -88,7 +88,7 @@ class Account:
         return pause_s
 
     def close(self) -> None:
-        """Its endpoint is not asked any more."""
+        """Release the share of an endpoint that is no longer fetched."""
         self._want(0.0)
 
     def _want(self, share: float) -> None:

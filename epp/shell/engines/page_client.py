@@ -1,8 +1,8 @@
-"""GET one page again and again over one kept-alive connection: strict, small, cheap.
+"""Fetch one page repeatedly over one kept-alive connection: strict, small and fast.
 
-Why not the HTTP client that is installed anyway: a thousand endpoints at 0.5 s are 2,000 pages a
-second, and aiohttp takes 40 to 70 % of a core only to fetch them. `bench/scrape.py` measures this
-client together with the reading.
+A general HTTP client is too slow: a thousand endpoints at 0.5 s are 2,000 pages a second, and
+aiohttp uses 40 to 70 % of a core only to fetch them. `bench/scrape.py` measures this client
+together with parsing.
 """
 
 import asyncio
@@ -16,13 +16,13 @@ from epp.core.types import Endpoint, MetricsTarget, Seconds
 from epp.shell.engines.loop_share import Account
 
 HEAD_BYTES_MAX: Final = 16 * 1024
-"""Of status and headers, and of the trailers."""
+"""Maximum size of status and headers, and of trailers."""
 PIECES_MAX: Final = 2_048
-"""In which an answer arrives: 3 MB in the packets of a usual network."""
+"""Maximum number of pieces in which an answer may arrive: 3 MB in usual network packets."""
 CHUNKS_MAX: Final = 4_096
-"""Of an answer that is cut into chunks by its server."""
+"""Maximum number of chunks in a chunked answer."""
 PIECE_S: Final = 10e-6
-"""What it takes the loop to hand on one piece, which nobody can measure from within."""
+"""Time in seconds that the loop needs to deliver one piece, which cannot be measured from within."""
 _STATUS: Final = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: [^\r\n]*)?")
 _OTHER_HEADERS: Final = (
     rb"(?:(?i:(?!content-|transfer-encoding|connection)|(?=content-type:))[^\r\n:]+:[^\r\n]*\r\n)*+"
@@ -31,8 +31,10 @@ _USUAL_HEAD: Final = re.compile(
     rb"HTTP/1\.1 200 [^\r\n]*\r\n%b(?i:content-length): ([0-9]{1,12})\r\n%b\r\n"
     % (_OTHER_HEADERS, _OTHER_HEADERS)
 )
-"""What nearly every answer begins with. Five times as fast as `ResponseReader._read_head`, which
-says the same of it and judges all others."""
+"""The beginning of almost every answer.
+
+Matching it is five times as fast as `ResponseReader._read_head`, which returns the same result and
+handles all other answers."""
 _LENGTH: Final = re.compile(rb"[0-9]{1,12}")
 _CHUNK_SIZE: Final = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;[^\r\n]*)?")
 _CHUNK_LINE_BYTES_MAX: Final = 256
@@ -40,25 +42,27 @@ _PATH_SAFE: Final = "/%?&=:@!$'()*+,;~-._"
 
 
 class BadResponseError(Exception):
-    """An answer that is no page. The text continues a sentence that begins with the URL."""
+    """An answer is not a page. The message continues a sentence that begins with the URL."""
 
     def __init__(self, kind: Literal["status", "page"], what: str, status: int = 0) -> None:
         super().__init__(what)
         self.kind: Literal["status", "page"] = kind
         self.status = status
-        """That it was; 0 where that is not what is bad."""
+        """HTTP status if it is the problem, else 0."""
 
 
 class StaleConnectionError(ConnectionError):
-    """A kept-alive connection was closed before a byte of the answer: ask again on a new one."""
+    """A kept-alive connection closed before the first byte of the answer, so the request is
+    repeated.
+    """
 
 
 class ResponseReader:
-    """Bytes of one HTTP/1 answer -> its body. Sans I/O.
+    """A parser of one HTTP/1 answer, without I/O.
 
-    Understands status line, Content-Length, chunked and read-to-the-end bodies. Everything else
-    is a `BadResponseError`, as is any status but 200, and an answer in more pieces or chunks than
-    are worth their handling.
+    It supports a status line, Content-Length, chunked bodies and bodies up to the end of the
+    connection. Anything else raises `BadResponseError`, including any status but 200 and too many
+    pieces or chunks.
     """
 
     def __init__(self, page_bytes_max: int) -> None:
@@ -66,12 +70,12 @@ class ResponseReader:
         self._wire = bytearray()
         self._pieces = 0
         self._at = 0
-        """Start of what is not consumed yet: the body, or the next chunk."""
+        """Start of the unprocessed data: the body, or the next chunk."""
         self._headers_read = False
         self._length: int | None = None
         self._chunks: list[bytes] | None = None
         self.body: bytes | None = None
-        """The page, once it is complete."""
+        """Page once it is complete, else None."""
         self.keep_alive = True
 
     @property
@@ -79,16 +83,16 @@ class ResponseReader:
         return bool(self._wire)
 
     def feed(self, data: bytes) -> None:
-        """Take what arrived; `body` is set when the answer is complete."""
+        """Add received data; `body` is set when the answer is complete."""
         if not self._wire and self._is_usual(data):
             return
         self._pieces += 1
         if self._pieces > PIECES_MAX:
-            raise BadResponseError("page", f"came in more than {PIECES_MAX} pieces")
+            raise BadResponseError("page", f"arrived in more than {PIECES_MAX} pieces")
         seen_bytes = len(self._wire)
         self._wire += data
         if not self._headers_read:
-            # The empty line may have begun with what was there.
+            # The empty line may have begun in the previous data.
             self._read_head(max(0, seen_bytes - 3))
         if len(self._wire) - (0 if self._headers_read else HEAD_BYTES_MAX) > (
             self._page_bytes_max + HEAD_BYTES_MAX
@@ -99,12 +103,12 @@ class ResponseReader:
         if self._chunks is not None:
             self._read_chunks(self._chunks)
         elif self._length is not None and len(self._wire) >= self._at + self._length:
-            with memoryview(self._wire) as wire:  # one copy, not two
+            with memoryview(self._wire) as wire:  # this avoids a second copy
                 body = bytes(wire[self._at : self._at + self._length])
             self._finish(body, self._length)
 
     def _is_usual(self, data: bytes) -> bool:
-        """Whether `data` is a whole answer of the usual kind; then it is read."""
+        """Return True if `data` is a complete answer of the usual kind, which is then parsed."""
         head = _USUAL_HEAD.match(data, 0, HEAD_BYTES_MAX)
         if head is None:
             return False
@@ -114,7 +118,7 @@ class ResponseReader:
         return True
 
     def end(self) -> None:
-        """The server closed: complete if the answer says that its end is its length."""
+        """Process the end of the connection, which ends a body without length."""
         self.keep_alive = False
         if self._headers_read and self._length is None and self._chunks is None:
             self.body = bytes(self._wire[self._at :])
@@ -125,7 +129,7 @@ class ResponseReader:
 
     def _finish(self, body: bytes, consumed_bytes: int) -> None:
         self.body = body
-        # What follows an answer that nobody asked for cannot be trusted to be the next one.
+        # Unrequested data after the answer shows that the connection cannot be reused.
         if len(self._wire) > self._at + consumed_bytes:
             self.keep_alive = False
 
@@ -162,7 +166,7 @@ class ResponseReader:
         match name:
             case b"content-length":
                 if not _LENGTH.fullmatch(value) or self._length not in (None, int(value)):
-                    raise BadResponseError("page", "sent a Content-Length that is no one number")
+                    raise BadResponseError("page", "sent a Content-Length that is not one number")
                 self._length = int(value)
             case b"transfer-encoding":
                 if value.lower() != b"chunked":
@@ -171,7 +175,7 @@ class ResponseReader:
             case b"content-encoding":
                 if value.lower() != b"identity":
                     raise BadResponseError(
-                        "page", "sent a compressed page, which was not asked for"
+                        "page", "sent a compressed page, which was not requested"
                     )
             case b"connection":
                 if b"close" in value.lower():
@@ -191,7 +195,7 @@ class ResponseReader:
                 raise BadResponseError("page", "sent a malformed chunk")
             size_bytes = int(size[1], 16)
             if size_bytes == 0:
-                # Trailers, if any, end with an empty line like a head does.
+                # Trailers end with an empty line, like headers.
                 end = self._wire.find(b"\r\n\r\n", line_end, line_end + HEAD_BYTES_MAX)
                 if end >= 0:
                     self._finish(b"".join(chunks), end + 4 - self._at)
@@ -208,13 +212,13 @@ class ResponseReader:
             if self._wire[data_end : data_end + 2] != b"\r\n":
                 raise BadResponseError("page", "sent a malformed chunk")
             if len(chunks) == CHUNKS_MAX:
-                raise BadResponseError("page", f"came in more than {CHUNKS_MAX} chunks")
+                raise BadResponseError("page", f"arrived in more than {CHUNKS_MAX} chunks")
             chunks.append(bytes(self._wire[line_end + 2 : data_end]))
             self._at = data_end + 2
 
 
 class Connection(asyncio.Protocol):
-    """Carries one answer at a time from the socket to a reader."""
+    """A connection that passes one answer at a time to a parser."""
 
     def __init__(self, account: Account) -> None:
         self._account = account
@@ -223,23 +227,23 @@ class Connection(asyncio.Protocol):
         self._answered: asyncio.Future[bytes] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # What uvloop gives is one in all but its bases.
+        # The transport of uvloop has the interface without the base class.
         self.transport = cast("asyncio.Transport", transport)
 
     async def ask(self, request: bytes, reader: ResponseReader, timeout_s: Seconds) -> bytes:
-        """Send `request` and return the body, or raise the reason why there is none."""
+        """Send `request` and return the body, or raise the reason of the failure."""
         assert self.transport is not None
         loop = asyncio.get_running_loop()
         self._reader = reader
         self._answered = loop.create_future()
-        # A tenth of what `asyncio.timeout` costs.
+        # This takes a tenth of the time of `asyncio.timeout`.
         expiry = loop.call_later(timeout_s, self._expire)
         try:
             self.transport.write(request)
             return await self._answered
         finally:
             expiry.cancel()
-            # Or a page of megabytes would stay until the next one is asked for.
+            # Otherwise a page of megabytes would stay in memory until the next request.
             self._reader = self._answered = None
 
     def _expire(self) -> None:
@@ -254,7 +258,7 @@ class Connection(asyncio.Protocol):
     def _take(self, data: bytes) -> None:
         reader, answered = self._reader, self._answered
         if reader is None or answered is None or answered.done():
-            self.abort()  # nobody asked
+            self.abort()  # unrequested data
             return
         try:
             reader.feed(data)
@@ -292,7 +296,10 @@ class Connection(asyncio.Protocol):
 
 
 class PageClient:
-    """The metrics page of one endpoint. One fetch at a time; whoever fetches closes."""
+    """A client for the metrics page of one endpoint.
+
+    It does one fetch at a time, and the caller must close it.
+    """
 
     def __init__(
         self,
@@ -303,7 +310,7 @@ class PageClient:
         tls: ssl.SSLContext | None,
         account: Account,
     ) -> None:
-        """`account` is charged with what receiving the page takes of the loop."""
+        """`account` is charged with the loop time of receiving the page."""
         self._account = account
         authority = address_of(endpoint.host, target.port)
         path = quote(target.path, safe=_PATH_SAFE)
@@ -321,16 +328,15 @@ class PageClient:
     async def fetch(self, timeout_s: Seconds) -> bytes:
         """Return the page.
 
-        Raises `BadResponseError` for an answer that is none, `TimeoutError` after `timeout_s`, and
-        another `OSError` where there was no answer. When it is left in the middle, by an error or a
-        cancellation, the connection goes.
+        Raises `BadResponseError` for an invalid answer, `TimeoutError` after `timeout_s`, and
+        another `OSError` without an answer. An error or cancellation closes the connection.
         """
         connection = self._connection
         if connection is not None and connection.transport is not None:
             try:
                 return await self._exchange(connection, timeout_s)
             except StaleConnectionError:
-                pass  # an idle connection may close at any time; that is no failure
+                pass  # an idle connection may close at any time, which is not a failure
         async with asyncio.timeout(timeout_s):
             _, connection = await asyncio.get_running_loop().create_connection(
                 lambda: Connection(self._account), self._host, self._port, ssl=self._tls
@@ -347,7 +353,7 @@ class PageClient:
             raise
 
     def close(self) -> None:
-        """Let the connection go, if there is one."""
+        """Close the connection if there is one."""
         if self._connection is not None:
             self._connection.abort()
             self._connection = None

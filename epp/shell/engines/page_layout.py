@@ -1,21 +1,20 @@
-"""Where the pages of one endpoint have what is wanted, so that they need not be searched. Pure.
+"""Remember where an endpoint's pages have the wanted series, so that they need not be searched.
 
-The exposition format demands that the series of a metric stand together below its `# TYPE` line,
-and engines write that line before there is a series. An endpoint also keeps the order of its
-metrics. So the heading of each wanted metric is looked for close to where the last page had it,
-and series that are the same bytes as before are not read again. Of a histogram only the lines of its
-sum and its count are wanted, which stand among those of its buckets: each is looked for by its labels,
-close to where it was.
+In the exposition format the series of a metric stand together below its `# TYPE` line, and engines
+write that line even without series. An endpoint also keeps the order of its metrics. The heading of
+each wanted metric is therefore searched near its position on the last page, and unchanged series
+are not parsed again. Of a histogram only the sum and count are wanted, which stand among the
+buckets. Each of them is searched by its labels near its last position.
 
-What is compared over half a minute or more is looked for on one page of `SELDOM_EVERY`, all of it on the
-same one: the lines of histograms, and metrics that are named as `seldom`. On every page they would take
-longer than all the rest.
+Series that are compared over half a minute or more are searched on one page of `SELDOM_EVERY`, all
+on the same page: the lines of histograms and the metrics in `seldom`. On every page they would take
+longer than all others.
 
-It differs from reading the whole page in two ways. What is looked for seldom is seen some pages later.
-And a metric that the page did not have when its
-layout was taken, and a series that stands apart from the others of its metric, are seen when the
-layout is taken anew: after `PAGES_MAX` pages, and at once when a heading is not near its place or
-the page has grown by more than `GROWTH_BYTES_MAX`, as it does by a new metric.
+The result differs in two ways from parsing the complete page. Series that are searched rarely are
+updated some pages later. A metric that was missing when the layout was taken, or a series apart
+from its metric, is noticed with the next layout. That is after `PAGES_MAX` pages, or at once if a
+heading is not near its position or the page grew by more than `GROWTH_BYTES_MAX`, as it does with a
+new metric. This module performs no I/O.
 """
 
 import re
@@ -23,24 +22,25 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 NEAR_BYTES: Final = 256
-"""How far a heading may be from where it is expected, either way: lines between two headings grow
-and shrink by some digits."""
+"""Maximum distance in bytes of a heading from its expected position.
+
+Lines between two headings grow and shrink by some digits."""
 GROWTH_BYTES_MAX: Final = 48
-"""From one page to the next. Less than heading and series of a metric of any engine have together."""
+"""Maximum growth of a page in bytes; less than heading and series of any metric of an engine."""
 PAGES_MAX: Final = 64
-"""How many pages are read by one layout."""
+"""Number of pages that are parsed with one layout."""
 KEPT_BYTES_MAX: Final = 32 * 1024
-"""Of wanted series of one page; a page with more of them is always read whole."""
+"""Maximum size of wanted series on a page; a page with more is always parsed completely."""
 SELDOM_EVERY: Final = 8
 LINES_ALONE_MAX: Final = 64
-"""Of one name: as many ranks or models as share an engine's page."""
+"""Maximum number of series of one name, such as ranks or models of one engine."""
 _AFTER_NAME: Final = (b"{", b" ", b"\t")
 _AFTER_SERIES: Final = (b"#", b"")
-"""A comment, or the end of the page."""
+"""First byte after the series: a comment, or the end of the page."""
 
 
 def headings_of(names: bytes) -> re.Pattern[bytes]:
-    """The `# TYPE` lines of the metrics that `names`, an expression, matches, up to their ends."""
+    """Return an expression for the `# TYPE` lines of metrics that match `names`."""
     return re.compile(rb"\n# TYPE (" + names + rb") [^\n]*")
 
 
@@ -50,17 +50,17 @@ class _Metric:
     def __init__(self, name: bytes, heading: bytes, at: int, text: bytes, *, seldom: bool) -> None:
         self.name = name
         self.seldom = seldom
-        """It is looked for on one page of `SELDOM_EVERY`."""
+        """True if the metric is searched only on one page of `SELDOM_EVERY`."""
         self.heading = heading
-        """With the newlines before and after it."""
+        """Heading including the newlines before and after it."""
         self.at = at
-        """Where the heading began on the last page."""
+        """Position of the heading on the last page."""
         self.text = text
-        """Its series on the last page."""
+        """Series on the last page."""
 
 
 class _Line(_Metric):
-    """A series that stands alone: its heading is the line up to its value, its text the value."""
+    """A series that stands alone; its heading is the line up to its value, and its text the value."""
 
     __slots__ = ()
 
@@ -70,7 +70,7 @@ class _Line(_Metric):
 
 
 class PageLayout:
-    """The headings of one page, which move with each page that `changed` reads by them."""
+    """The headings of one page; their positions are updated by each page passed to `changed`."""
 
     __slots__ = ("_lines", "_metrics", "_page_bytes", "_pages_left")
 
@@ -81,9 +81,9 @@ class PageLayout:
         self._pages_left = PAGES_MAX
 
     def changed(self, page: bytes) -> dict[bytes, list[bytes]] | None:
-        """Metrics whose lines are not those of the last page -> what follows the name on each line.
+        """Return the changed lines, without the name, of each metric that changed.
 
-        None: the page is laid out in another way, or it is time to look. Take its layout anew.
+        Return None if the page has another layout or its layout must be renewed.
         """
         if not self._pages_left or len(page) > self._page_bytes + GROWTH_BYTES_MAX:
             return None
@@ -107,7 +107,7 @@ class PageLayout:
             start = at + len(metric.heading)
             end = start + len(metric.text)
             if isinstance(metric, _Line):
-                # Most often it is another value, and as long as the last one.
+                # Usually the value changed and has the same length.
                 if page[end : end + 1] != b"\n" or not page.startswith(metric.text, start):
                     metric.text = page[start : _end_of_line(page, start)]
                     changed_lines.add(metric.name)
@@ -129,11 +129,14 @@ def layout_of(
     alone: Collection[bytes] = (),
     seldom: Collection[bytes] = (),
 ) -> PageLayout | None:
-    """The layout of `page`, which has so many `lines` of each name that is wanted.
+    """Return the layout of `page`, given the number of `lines` of each wanted name.
 
-    `alone`: series that may stand among others; they are looked for as seldom as those of `seldom`.
-    None: not all of them stand below the one heading of their metric, except those `alone`, the page
-    begins with a heading, or there is too much to keep.
+    `alone` contains series that may stand among others; they are searched as rarely as `seldom`.
+    Return None in these cases:
+
+    - A wanted series is not below the one heading of its metric and not in `alone`.
+    - The page begins with a heading.
+    - There is too much to remember.
     """
     if page.startswith(b"# TYPE "):
         return None
@@ -166,7 +169,7 @@ def layout_of(
 
 
 def _lines_alone(page: bytes, name: bytes) -> list[_Line]:
-    """The series of `name`, wherever they stand; [] if one of them ends in a comment."""
+    """Return the series of `name` wherever they stand, or [] if one ends in a comment."""
     found: list[_Line] = []
     opening = b"\n" + name
     at = page.find(opening)
@@ -191,9 +194,9 @@ def _end_of_line(page: bytes, at: int) -> int:
 
 
 def _series(page: bytes, name: bytes, at: int) -> tuple[list[bytes], bytes] | None:
-    """What follows `name` on each of its lines from `at` on, and the text of the lines.
+    """Return the part after `name` of each line from `at` on, and the text of these lines.
 
-    None: there is too much to keep.
+    Return None if there is too much to remember.
     """
     first = at
     lines: list[bytes] = []

@@ -1,12 +1,12 @@
-"""The fetch loop: one small task an endpoint that fetches its page, reads it and reports it.
+"""Scrape metrics: one small task per endpoint that fetches, parses and reports its page.
 
-A failed scrape changes nothing: the last values stay and age visibly. It is told to the owner by
-kind, and the endpoint is asked less often until it answers again. One that refuses connections is
-not: it costs next to nothing to ask, and it will be there from one instant to the next. An endpoint
-whose page costs much of the loop is left alone in proportion: `loop_share`.
+A failed scrape changes nothing: the last values stay and their age grows. The failure is reported
+by kind, and the endpoint is scraped less often until it answers again. An endpoint that refuses
+connections is scraped as often as before, because that is cheap and it may start at any time. An
+endpoint whose page takes much time of the loop is delayed in proportion (`loop_share`).
 
-Where scraping is adaptive, an endpoint that has nothing to do is asked less often, until it is given
-work: then it is asked when it would have been asked anyway.
+With adaptive scraping, an idle endpoint is scraped less often until it gets work. It is then
+scraped at the time of the regular schedule.
 """
 
 import asyncio
@@ -32,25 +32,30 @@ INTERVAL_S_PER_ENDPOINT: Final = REFRESH_PER_ENDPOINT_S
 JITTER: Final = 0.1
 BACKOFF_S_MAX: Final = 1.0
 CLOCK_S: Final = 0.001
-"""What the loop's clock counts in. To wait for less is to ask it again and again: a third of all work."""
+"""Resolution of the loop's clock in seconds; waiting for less repeats a third of all work."""
 TOGETHER: Final = 8
-"""So many endpoints are asked at one instant where intervals allow: what is done at once costs less
-than one after the other, and eight pages hold the loop for a millisecond."""
+"""Number of endpoints that are scraped at the same time if their intervals allow.
+
+Simultaneous work takes less time in total, and eight pages block the loop for a millisecond."""
 
 
 IDLE_INTERVALS: Final = 5
-"""So much less often an idle endpoint is asked, if its metrics may become as old as that."""
+"""Factor by which an idle endpoint is scraped less often, if its metrics may become that old."""
 
 
 def interval_s_by_pool(endpoints: int) -> Seconds:
-    """Design section 4: the cost is bounded, 4,000 endpoints cost no more of a core than 400."""
+    """Return the scrape interval in seconds for a pool of `endpoints` (design section 4).
+
+    The cost is bounded: 4,000 endpoints use no more of a core than 400.
+    """
     return max(INTERVAL_S_MIN, INTERVAL_S_PER_ENDPOINT * endpoints)
 
 
 def idle_interval_s(interval_s: Seconds, oldest_s: Seconds) -> Seconds:
-    """Between two scrapes of an idle endpoint whose metrics count for nothing beyond `oldest_s`.
+    """Return the seconds between two scrapes of an idle endpoint.
 
-    At most half of that: a scrape in vain leaves time for another one.
+    Metrics are useless beyond the age `oldest_s`. The result is at most half of it, so that a
+    failed scrape leaves time for another one.
     """
     return max(interval_s, min(IDLE_INTERVALS * interval_s, oldest_s / 2))
 
@@ -58,22 +63,22 @@ def idle_interval_s(interval_s: Seconds, oldest_s: Seconds) -> Seconds:
 class ScrapeFailure(StrEnum):
     TIMEOUT = "timeout"
     REFUSED = "refused"
-    """No connection, or it broke before an answer."""
+    """The connection failed or broke before an answer."""
     STATUS = "status"
-    """Answered, but not with 200; redirects are not followed."""
+    """The status was not 200; redirects are not followed."""
     PAGE = "page"
-    """Answered with something that is not a whole, readable page within the limits."""
+    """The answer was not a complete, readable page within the limits."""
     INTERNAL = "internal"
-    """A bug on our side, contained to the one scrape."""
+    """A defect of the picker, contained to one scrape."""
 
     @property
     def answered(self) -> bool:
-        """There is somebody at the endpoint's address."""
+        """True if a server answered at the endpoint's address."""
         return self not in {ScrapeFailure.TIMEOUT, ScrapeFailure.REFUSED}
 
 
 class _Target:
-    """One endpoint that is being scraped, and how that goes."""
+    """One endpoint with the state of its scrapes."""
 
     __slots__ = (
         "account",
@@ -97,33 +102,35 @@ class _Target:
         self.account = account
         self.memory = PageMemory()
         self.failures = 0
-        """In a row, of those that make scrapes rarer."""
+        """Number of failures in a row that make scrapes rarer."""
         self.idle = False
-        """It had nothing to do when it was last scraped, and has been given nothing since."""
+        """True if it was idle at the last scrape and got no work since."""
         self.problem: tuple[ScrapeFailure, str] | None = None
-        """Why the last scrape failed; None if it did not."""
+        """Kind and sentence of the last failure, or None if the last scrape succeeded."""
         self.due_s: Seconds = 0.0
         self.earliest_s: Seconds = 0.0
-        """When the next scrape would be due without failures."""
+        """Time at which the next scrape would be due without failures."""
         self.resting: asyncio.Future[None] | None = None
         self.task: asyncio.Task[None] | None = None
         self.tried = False
-        """It was scraped, be it in vain."""
+        """True once it was scraped, successfully or not."""
         self.trusted_otherwise = False
-        """Its connection was made by certificates that do not count any more."""
+        """True if its connection uses certificates that are no longer valid."""
 
 
 class Scraper:
-    """Keeps `observe` fed with the metrics of every endpoint that serves some.
+    """A scraper that reports the metrics of every endpoint with a metrics target.
 
-    `observe(endpoint, metrics)` after each good scrape, `failed(endpoint, kind, sentence)` after
-    each other one; `scraped(seconds)` is told how long a good one took. All run on the loop and must
-    not block. `interval_s(endpoints)` is the mean time between two scrapes of an endpoint that
-    answers. With `idle_oldest_s`, scraping is adaptive: an endpoint whose engine reports no work, and
-    of which `busy` does not know better, is asked every `idle_interval_s`; `picked` ends that.
-    `backoff_s_max` should be well below the age at which metrics are stale. `seed` is for
-    the jitter alone. `clock` gives the CPU time of the loop's thread. `trust` and `interval_s_min` are
-    those of `configure`.
+    - `observe(endpoint, metrics)` is called after each successful scrape.
+    - `failed(endpoint, kind, sentence)` is called after each other one.
+    - `scraped(seconds)` receives the duration of a successful one.
+
+    These callbacks run in the loop and must not block. `interval_s(endpoints)` is the mean time
+    between two scrapes of an endpoint that answers. With `idle_oldest_s` scraping is adaptive: an
+    endpoint that is idle by its own report and by `busy` is scraped every `idle_interval_s` until
+    `picked` is called. `backoff_s_max` should be well below the age at which metrics are stale.
+    `seed` is used only for jitter. `clock` returns the CPU time of the loop's thread. `configure`
+    explains `trust` and `interval_s_min`.
     """
 
     def __init__(  # noqa: PLR0913 - four listeners, seven limits, a trust and a clock
@@ -160,7 +167,7 @@ class Scraper:
         self._loop_share = LoopShare(clock)
         self._supervisor = supervisor or Supervisor()
         self._slots = asyncio.Semaphore(concurrency_max)
-        # Many silent endpoints must not take the turns of those that answer.
+        # Many silent endpoints must not take the slots of those that answer.
         self._retry_slots = asyncio.Semaphore(concurrency_max)
         self._targets: dict[str, _Target] = {}
         self._group: asyncio.TaskGroup | None = None
@@ -170,20 +177,21 @@ class Scraper:
 
     @property
     def interval_s(self) -> Seconds:
-        """Mean time between two scrapes of one endpoint that answers."""
+        """Mean time in seconds between two scrapes of one endpoint that answers."""
         return max(self._interval_s_min, self._interval_s(len(self._targets)))
 
     @property
     def passed(self) -> bool:
-        """Every endpoint there is was asked once, whatever it answered."""
+        """True if every endpoint was scraped once, successfully or not."""
         return all(target.tried for target in self._targets.values())
 
     def configure(
         self, reader: PageReader, trust: ssl.SSLContext | None, interval_s_min: Seconds
     ) -> None:
-        """Read pages with `reader`, and ask each endpoint so seldom, from the next one on.
+        """Parse pages with `reader` and set the minimum interval, from the next scrape on.
 
-        `trust`: whom to speak https with; None: whoever answers. With the next `replace`.
+        `trust` verifies https servers, or is None to accept every certificate. It takes effect with
+        the next `replace`.
         """
         self._reader = reader
         self._interval_s_min = interval_s_min
@@ -193,7 +201,7 @@ class Scraper:
                 target.trusted_otherwise = True
 
     def replace(self, endpoints: Sequence[Endpoint]) -> None:
-        """From now on the endpoints are these; what is on its way from others is dropped."""
+        """Replace the endpoints and drop pending scrapes of others."""
         before, self._targets = self._targets, {}
         for endpoint in endpoints:
             if endpoint.metrics is None:
@@ -215,7 +223,7 @@ class Scraper:
         self._start()
 
     def answered(self, endpoint: Endpoint) -> None:
-        """`endpoint` has just served a request: if its scrapes fail, ask it again without back-off."""
+        """Scrape `endpoint` without back-off, because it has just served a request."""
         target = self._targets.get(endpoint.endpoint_id)
         if target is None or target.problem is None or target.resting is None:
             return
@@ -223,7 +231,7 @@ class Scraper:
         _end(target.resting)
 
     def picked(self, endpoint: Endpoint) -> None:
-        """`endpoint` is given work: ask it when one that is busy would be asked."""
+        """Scrape `endpoint` at the regular interval, because it got work."""
         target = self._targets.get(endpoint.endpoint_id)
         if target is None or not target.idle or target.resting is None:
             return
@@ -235,12 +243,14 @@ class Scraper:
             _end(target.resting)
 
     def problem_of(self, endpoint: Endpoint) -> tuple[ScrapeFailure, str] | None:
-        """Why the last scrape of `endpoint` failed, by kind and in a sentence; None if it did not."""
+        """Return kind and sentence of the endpoint's last failure, or None if its last scrape
+        succeeded.
+        """
         target = self._targets.get(endpoint.endpoint_id)
         return None if target is None else target.problem
 
     async def run(self) -> None:
-        """Scrape until cancelled. Owns every task and connection there is."""
+        """Scrape until cancelled; this owns all tasks and connections."""
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
@@ -254,7 +264,7 @@ class Scraper:
     def _target(self, endpoint: Endpoint) -> _Target:
         assert endpoint.metrics is not None
         if endpoint.metrics.scheme == "https" and self._tls is None:
-            # Pods serve what certificate they like; what matters is that the page can be read.
+            # Pods may use any certificate; only a readable page matters.
             self._tls = client_context("", insecure_skip_verify=True)
         account = self._loop_share.open()
         client = PageClient(
@@ -279,7 +289,7 @@ class Scraper:
 
     async def _follow(self, target: _Target) -> None:
         clock = asyncio.get_running_loop().time
-        # Spread the start, or a thousand endpoints would be asked at one instant for ever.
+        # The start is spread, or a thousand endpoints would always be scraped at the same time.
         target.due_s = target.earliest_s = clock() + self._random.random() * self.interval_s
         try:
             while True:
@@ -297,7 +307,7 @@ class Scraper:
             target.account.close()
 
     async def _rest(self, target: _Target) -> None:
-        """Until the next scrape is due, which may come to be sooner meanwhile."""
+        """Wait until the next scrape is due; the time may become earlier meanwhile."""
         loop = asyncio.get_running_loop()
         while (left_s := target.due_s - loop.time()) > CLOCK_S:
             target.resting = loop.create_future()
@@ -309,16 +319,18 @@ class Scraper:
                 target.resting = None
 
     def _pause_s(self, target: _Target) -> Seconds:
-        """Until the next scrape: doubled by each failure after the first, up to the cap."""
+        """Return the pause before the next scrape, doubled by each failure after the first, up to a
+        maximum.
+        """
         interval_s = self.interval_s
         if target.idle and self._idle_oldest_s is not None:
             return self._jittered(idle_interval_s(interval_s, self._idle_oldest_s()))
-        # 2**16 intervals are more than any cap.
+        # The interval times 2**16 exceeds every maximum.
         pause_s = interval_s * 2.0 ** min(max(target.failures - 1, 0), 16)
         return self._jittered(max(interval_s, min(pause_s, self._backoff_s_max)))
 
     def _aligned(self, due_s: Seconds) -> Seconds:
-        """The nearest instant at which others are asked too; less far away than the jitter is wide."""
+        """Return the nearest time at which other endpoints are scraped too, within the jitter."""
         interval_s = self.interval_s
         grid_s = interval_s * min(JITTER, TOGETHER / max(len(self._targets), 1))
         return round(due_s / grid_s) * grid_s
@@ -336,7 +348,7 @@ class Scraper:
                 self._take(target, page)
         except TimeoutError:
             self._fail(
-                target, ScrapeFailure.TIMEOUT, f"{url} gave no page within {self._timeout_s:g} s"
+                target, ScrapeFailure.TIMEOUT, f"{url} sent no page within {self._timeout_s:g} s"
             )
         except OSError as problem:
             self._fail(target, ScrapeFailure.REFUSED, f"{url} cannot be reached: {problem}")
@@ -345,10 +357,10 @@ class Scraper:
         except BadResponseError as bad:
             self._fail(target, ScrapeFailure(bad.kind), f"{url} {bad}")
         except ExpositionError as problem:
-            self._fail(target, ScrapeFailure.PAGE, f"{url} is not understood: {problem}")
+            self._fail(target, ScrapeFailure.PAGE, f"{url} sent an invalid page: {problem}")
         except Exception as bug:  # noqa: BLE001 - a task boundary: one page must not end the loop
-            # Its text may quote the page.
-            sentence = f"{url} was not scraped: {type(bug).__name__}"
+            # The text of the error may quote the page.
+            sentence = f"{url} was not scraped because of a defect: {type(bug).__name__}"
             self._fail(target, ScrapeFailure.INTERNAL, sentence)
         else:
             target.failures = 0
@@ -379,7 +391,10 @@ class Scraper:
 
 
 def _without_work(metrics: EndpointMetrics) -> bool:
-    """The engine says so; one that does not tell, or sleeps and may wake, may have some."""
+    """Return True if the engine reports no work.
+
+    An engine that reports nothing or sleeps may have some.
+    """
     return metrics.waiting_requests == 0 == metrics.running_requests and not metrics.asleep
 
 

@@ -1,4 +1,4 @@
-"""What the configuration says of metrics -> what the scraper looks for, and where."""
+"""Convert the metrics section of a configuration to settings of the scraper."""
 
 from collections.abc import Iterable, Mapping
 from typing import Final
@@ -19,7 +19,7 @@ _UNKNOWN: Final = MetricNames(waiting=())
 
 
 def page_reader(extractor: CoreMetricsExtractor) -> PageReader:
-    """Reads pages by the configured names, where a configured label or the page tells the engine."""
+    """Return a reader for the configured names, which selects the engine by label or page."""
     labels = tuple(dict.fromkeys((extractor.engine_label_key, *ENGINE_LABELS)))
     return PageReader(
         engines_of(extractor), engine_labels=labels, default_engine=extractor.default_engine
@@ -27,10 +27,11 @@ def page_reader(extractor: CoreMetricsExtractor) -> PageReader:
 
 
 def engines_of(extractor: CoreMetricsExtractor) -> dict[str, MetricNames]:
-    """Engine type -> names, as `PageReader` takes them.
+    """Return the names of each engine type, as `PageReader` needs them.
 
-    A configured engine replaces the gauges of the built-in one of its name. What the document
-    cannot express (counters that tell a restart, adapter residency) stays that of the built-in.
+    A configured engine replaces the gauges of the built-in one with the same name. Series that the
+    configuration cannot express (restart counters, adapter residency) stay those of the built-in
+    one.
     """
     engines: dict[str, MetricNames] = dict(ENGINES)
     for configured in extractor.engine_configs:
@@ -65,14 +66,14 @@ def _selectors(spec: MetricSpec) -> tuple[Selector, ...]:
 
 
 def _name(spec: MetricSpec) -> bytes:
-    """The series alone: all its labels are read."""
+    """Return the name alone, because all labels of the series are read."""
     return selector(spec).name if spec else b""
 
 
 def scraped_from(endpoints: Iterable[Endpoint], source: MetricsDataSource) -> tuple[Endpoint, ...]:
-    """`endpoints` with the target that `source` gives to all that have no target of their own.
+    """Return `endpoints` with the target of `source` for those without a target of their own.
 
-    A target is an endpoint's own if it differs from http, its serving port and /metrics.
+    A target is an endpoint's own if it differs from http, the serving port and /metrics.
     """
     return tuple(_scraped_from(endpoint, source) for endpoint in endpoints)
 

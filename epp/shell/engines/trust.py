@@ -1,4 +1,4 @@
-"""Certificates by which the picker knows servers that it asks, and by which they know it."""
+"""TLS certificates for connections to servers that the picker requests."""
 
 import ssl
 
@@ -19,10 +19,10 @@ def client_context(
     client_key_path: str = "",
     insecure_skip_verify: bool = False,
 ) -> ssl.SSLContext:
-    """What https is spoken with. Reads files. Raises `ConfigError`, of `what`, where they are none."""
+    """Return a TLS context. Reads files. Raises `ConfigError` about `what` if they are invalid."""
     try:
         if insecure_skip_verify:
-            # The authorities of the system take long to load, and nobody asks them.
+            # Loading the authorities of the system takes long, and they are not needed here.
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
@@ -38,9 +38,10 @@ def client_context(
 def trust_of(
     source: MetricsDataSource | ModelsDataSource | DcgmDataSource,
 ) -> ssl.SSLContext | None:
-    """Of a data source; None where it does not matter: by http, or with whoever answers.
+    """Return the TLS context of a data source, or None if it is irrelevant.
 
-    Reads files. Raises `ConfigError`.
+    It is irrelevant for http, or if every certificate is accepted. Reads files. Raises
+    `ConfigError`.
     """
     if source.scheme is not MetricsScheme.HTTPS:
         return None

@@ -1,4 +1,4 @@
-"""Carries one ZMTP connection over TCP, whoever opened it."""
+"""Transport one ZMTP connection over TCP, whichever side opened it."""
 
 import asyncio
 import os
@@ -9,16 +9,16 @@ from epp.core.kv_events.zmtp import Message, ZmtpConnection, ZmtpError
 from epp.shell.engines.gathered_reads import GatheredReads
 
 UNSENT_BYTES_MAX: Final = 64 * 1024
-"""That a peer does not read; above it the connection ends. What we say fits in a kilobyte."""
+"""Maximum number of unsent bytes before the connection ends; the picker sends less than a kilobyte."""
 
 FETCHED_BYTES_MAX: Final = 64 * 1024
-"""Read in one go of a connection that is gathered."""
+"""Maximum number of bytes read at once from a gathered connection."""
 
 Heard: TypeAlias = Callable[[Message], None]
 
 
 class ZmtpLines(asyncio.Protocol):
-    """`heard` gets each message; `made` is called when there is a transport."""
+    """A protocol that passes each message to `heard` and calls `made` once it has a transport."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class ZmtpLines(asyncio.Protocol):
         self.zmtp = connection
         self.ready: asyncio.Future[None] = loop.create_future()
         self.closed: asyncio.Future[str] = loop.create_future()
-        """Why, in words."""
+        """Reason in words, once the connection has ended."""
         self.transport: asyncio.Transport | None = None
         self._heard = heard
         self._made = made
@@ -40,17 +40,17 @@ class ZmtpLines(asyncio.Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Both sides have said who they are, and neither has gone."""
+        """True if the handshake is complete and the connection has not ended."""
         return self.ready.done() and not self.closed.done()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # What uvloop gives is one in all but its bases.
+        # The transport of uvloop has the interface without the base class.
         self.transport = cast("asyncio.Transport", transport)
         self._made(self)
         self.flush()
 
     def gather(self, reads: GatheredReads) -> None:
-        """From now on only what `reads` fetches is read."""
+        """Read the connection only through `reads` from now on."""
         transport = self.transport
         if transport is None or transport.is_closing() or self._reads is not None:
             return
@@ -90,7 +90,7 @@ class ZmtpLines(asyncio.Protocol):
         self.end("closed the connection" if exc is None else "lost the connection")
 
     def flush(self) -> None:
-        """Send what is to be sent."""
+        """Send queued data."""
         if self.transport is None or self.transport.is_closing():
             return
         data = self.zmtp.to_send()
@@ -101,7 +101,7 @@ class ZmtpLines(asyncio.Protocol):
             self.end("does not read what it is sent")
 
     def read(self, *, on: bool) -> None:
-        """Read on, or not for now."""
+        """Resume or pause reading."""
         if on is not self._paused or self.transport is None or self.transport.is_closing():
             return
         self._paused = not on
@@ -112,8 +112,8 @@ class ZmtpLines(asyncio.Protocol):
         else:
             self.transport.pause_reading()
 
-    def end(self, why: str = "is not listened to any more") -> None:
-        """Close the connection; the first reason counts."""
+    def end(self, why: str = "is no longer used") -> None:
+        """Close the connection; only the first reason is recorded."""
         if self._reads is not None:
             self._reads.remove(self._descriptor)
             self._reads = None
@@ -121,7 +121,7 @@ class ZmtpLines(asyncio.Protocol):
             self.closed.set_result(why)
         if not self.ready.done():
             self.ready.set_exception(ConnectionError(why))
-            # Whoever waits for it may be gone.
+            # A task that waits for it may have ended.
             self.ready.exception()
         if self.transport is not None:
             self.transport.abort()

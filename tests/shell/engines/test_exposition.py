@@ -248,13 +248,13 @@ def test_a_load_that_cannot_be_is_an_error(gauge, value):
     ):
         with pytest.raises(ExpositionError) as refused:
             read("vllm:num_requests_waiting 0\n" + line)
-        assert str(refused.value).startswith(f"'vllm:{gauge}' says no number that it can be")
+        assert str(refused.value).startswith(f"'vllm:{gauge}' is no valid number")
 
 
 def test_a_usage_in_percent_is_an_error():
     with pytest.raises(ExpositionError) as refused:
         read("vllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 57\n")
-    assert str(refused.value) == "'vllm:kv_cache_usage_perc' says 57, expected 0 to 1.05"
+    assert str(refused.value) == "'vllm:kv_cache_usage_perc' is 57, expected 0 to 1.05"
 
 
 def test_a_kv_usage_above_one_is_full():
@@ -519,11 +519,11 @@ def waiting(count):
     ("page", "words", "at_most"),
     [
         (GAUGE + "\n" * 4_000_000, f"more than {LINES_MAX} lines", 0),
-        (waiting(60_000), f"more than {SERIES_MAX} series that are wanted", SERIES_MAX),
+        (waiting(60_000), f"more than {SERIES_MAX} wanted series", SERIES_MAX),
         (
             "".join(f"{name} 1\n" for name in ("sglang:num_pages", "vllm:lora_requests_info"))
             * SERIES_MAX,
-            f"more than {SERIES_MAX} series that are wanted",
+            f"more than {SERIES_MAX} wanted series",
             SERIES_MAX + 1,
         ),
         (
@@ -533,7 +533,7 @@ def waiting(count):
         ),
         (
             GAUGE + 'vllm:cache_config_info{a="' + "\\\\" * 1_000_000 + '"} 1\n',
-            f"take more than {ESCAPED_BYTES_MAX} bytes",
+            f"have more than {ESCAPED_BYTES_MAX} bytes",
             1,
         ),
         (GAUGE + listed(500_000), f"more than {ADAPTERS_MAX} adapters", 3),
@@ -547,8 +547,8 @@ def waiting(count):
             f"^the adapter name 'x{{80}}' has more than {ADAPTER_NAME_BYTES_MAX} bytes$",
             4,
         ),
-        ("vllm:num_requests_waiting " + "1 " * 2_000_000 + "\n", "is not a name, labels", 1),
-        ("vllm:num_requests_waiting " + "1" * 4_000_000 + "\n", "has no number as", 1),
+        ("vllm:num_requests_waiting " + "1 " * 2_000_000 + "\n", "is not a name with labels", 1),
+        ("vllm:num_requests_waiting " + "1" * 4_000_000 + "\n", "has a value that is not a number", 1),
     ],
     ids=["lines", "series", "engines", "labels", "escapes", "listed", "held", "name", "fields", "digits"],
 )  # fmt: skip

@@ -124,7 +124,7 @@ async def test_an_engine_that_restarts_with_more_ranks_is_heard_by_all():
 async def test_without_a_plugin_that_places_requests_ranks_are_not_heard():
     """The reason says what to declare; once that is done they are."""
     async with server(2) as ranks, Picker(ranks[0]) as picker:
-        await eventually(lambda: "names 2 ranks behind 1 endpoint" in picker.row().problem)
+        await eventually(lambda: "lists 2 ranks behind 1 endpoint" in picker.row().problem)
         assert "declare a data-parallel-rank-producer" in picker.row().problem
         assert picker.row().state is StreamState.NONE
         picker.scheduler.take(Reconfigured(settings_of(ranks_chosen=True)), 0.0)
@@ -138,7 +138,7 @@ async def test_where_only_ports_are_configured_ranks_count_up(monkeypatch):
         ports = PodDiscoveryConfig(socket_port=pod.live_port, data_parallel_size=2)
         async with Picker(pod, ranks_chosen=True, pod_discovery_config=ports) as picker:
             await eventually(lambda: pod.subscribers)
-            problem = f"rank 1 of 2: tcp://127.0.0.1:{pod.live_port + 1} cannot be heard"
+            problem = f"rank 1 of 2: tcp://127.0.0.1:{pod.live_port + 1} cannot be received"
             await eventually(lambda: picker.row().problem.startswith(problem))
             assert pod.asked == 0
 
@@ -285,14 +285,14 @@ def rank(port, host="*", **fields):
         ({"4": rank(7), "5": rank(8)}, (7, 8)),
         ({"0": rank(7, "1.2.3.4"), "1": rank(8, "[::1]")}, (7, 8)),
         ({str(at): rank(at + 1) for at in range(RANKS_MAX)}, tuple(range(1, RANKS_MAX + 1))),
-        ({str(at): rank(at + 1) for at in range(RANKS_MAX + 1)}, "no more than 64 are heard"),
-        ({"0": rank(7), "2": rank(8)}, "names ranks that do not follow each other"),
-        ({"0": rank(7), "-1": rank(8)}, "names ranks that are no numbers"),
-        ({"0": rank(7), "01": rank(8)}, "names ranks that are no numbers"),
-        ({"0": rank(7), "1" * 5_000: rank(8)}, "names ranks that are no numbers"),
-        ({"0": rank(7), "1": rank(7)}, "names one port for several ranks"),
-        ({"0": rank(7), "1": rank(70_000)}, "names no source of rank 1 that publishes"),
-        ({"0": rank(7), "1": rank(8, publisher="null")}, "names no source of rank 1"),
+        ({str(at): rank(at + 1) for at in range(RANKS_MAX + 1)}, "at most 64 are supported"),
+        ({"0": rank(7), "2": rank(8)}, "lists ranks that are not consecutive"),
+        ({"0": rank(7), "-1": rank(8)}, "lists ranks that are not numbers"),
+        ({"0": rank(7), "01": rank(8)}, "lists ranks that are not numbers"),
+        ({"0": rank(7), "1" * 5_000: rank(8)}, "lists ranks that are not numbers"),
+        ({"0": rank(7), "1": rank(7)}, "lists one port for several ranks"),
+        ({"0": rank(7), "1": rank(70_000)}, "lists no source of rank 1 that publishes"),
+        ({"0": rank(7), "1": rank(8, publisher="null")}, "lists no source of rank 1"),
     ],
 )
 def test_what_a_page_says_of_ranks(page, found):
@@ -308,7 +308,7 @@ def test_ten_thousand_ranks_cost_a_sentence():
     """And a name that comes twice counts once."""
     page = json.dumps({str(at): {} for at in range(10_000)}).encode()
     said = places_of(page, "10.0.0.1", 0, 1, ranks_chosen=True)
-    assert "names 10000 ranks" in said
+    assert "lists 10000 ranks" in said
     assert len(said) < 200
     twice = b'{"0": {"endpoint": "tcp://*:7"}, "0": {"endpoint": "tcp://*:8"}}'
     assert places_of(twice, "10.0.0.1", 0, 1, ranks_chosen=True) == (Place("10.0.0.1", 8),)

@@ -177,7 +177,7 @@ async def test_who_has_connected_is_not_called():
     """Both ways are open; an endpoint is heard on one."""
     both = {"zmq_endpoint": "tcp://127.0.0.1:0"}
     async with KVEventPod(sources=b"{}") as pod, Picker(pod, **both) as picker:
-        await eventually(lambda: "names no source" in picker.row().problem)
+        await eventually(lambda: "lists no source" in picker.row().problem)
         await pod.connect(await port_of(picker))
         await eventually(lambda: picker.live)
         assert picker.row().problem == ""
@@ -202,7 +202,7 @@ async def test_a_port_that_is_taken_is_named_and_tried_again(monkeypatch):
         async with KVEventPod() as pod:
             at = CENTRAL | {"zmq_endpoint": f"tcp://127.0.0.1:{port}"}
             async with Picker(pod, **at) as picker:
-                await eventually(lambda: "cannot be listened on" in picker.row().problem)
+                await eventually(lambda: "cannot be opened" in picker.row().problem)
                 taken.close()
                 await eventually(lambda: "has not connected" in picker.row().problem)
                 assert picker.row().state is StreamState.NONE

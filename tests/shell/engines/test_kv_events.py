@@ -97,7 +97,7 @@ async def test_who_cannot_be_heard_is_named():
     """And is asked anew where its source is."""
     gone = json.dumps({"0": {"endpoint": "tcp://*:1"}}).encode()
     async with KVEventPod(sources=gone) as pod, Picker(pod) as picker:
-        await eventually(lambda: "tcp://127.0.0.1:1 cannot be heard" in picker.row().problem)
+        await eventually(lambda: "tcp://127.0.0.1:1 cannot be received" in picker.row().problem)
         pod.sources = None
         await eventually(lambda: pod.subscribers)
         await eventually(lambda: picker.live)
@@ -125,7 +125,7 @@ async def test_with_a_port_nobody_is_asked():
 
 async def test_a_pod_without_a_source_is_named():
     async with KVEventPod(sources=b"{}") as pod, Picker(pod) as picker:
-        await eventually(lambda: "names no source" in picker.row().problem)
+        await eventually(lambda: "lists no source" in picker.row().problem)
         assert picker.row().state is StreamState.NONE
 
 
@@ -145,7 +145,7 @@ async def test_one_that_is_no_publisher_is_named():
     async with KVEventPod() as pod:
         ports = PodDiscoveryConfig(socket_port=pod.port)
         async with Picker(pod, pod_discovery_config=ports) as picker:
-            await eventually(lambda: "cannot be heard" in picker.row().problem)
+            await eventually(lambda: "cannot be received" in picker.row().problem)
 
 
 async def test_what_is_no_message_of_events_costs_a_count():
@@ -202,7 +202,7 @@ async def test_a_row_tells_how_an_endpoint_is_heard():
         asked = (picker.scheduler, states, time.monotonic(), None)
         (row,) = endpoint_rows(*asked, picker.listener.row_of)
         assert row["kv_events"] == "none"
-        assert "names no source" in row["kv_events_problem"]
+        assert "lists no source" in row["kv_events_problem"]
         assert row["kv_events_source"] is row["kv_events_lag_s"] is None
         assert row["kv_events_sequence"] is None
         (row,) = endpoint_rows(*asked)
@@ -249,15 +249,15 @@ RANK = {"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558", "topic": 
         ({"0": RANK}, 3, Place("10.0.0.1", 5557, 5558)),
         ({"0": RANK, "1": RANK | {"endpoint": "tcp://1.2.3.4:6000"}}, 1, Place("10.0.0.1", 6000, 5558)),
         ({"0": RANK | {"replay_endpoint": None}}, 0, Place("10.0.0.1", 5557, None)),
-        ({"0": RANK, "1": RANK}, 2, "names no source of rank 2"),
-        ({"0": RANK, "1": RANK, "2": RANK, "3": RANK}, 0, "names 4 ranks behind 3 endpoints"),
-        ({}, 0, "names no source"),
-        ({"0": RANK | {"endpoint": "ipc:///tmp/x"}}, 0, "names no source that publishes"),
-        ({"0": RANK | {"endpoint": "tcp://*:99999"}}, 0, "names no source that publishes"),
-        ({"0": RANK | {"publisher": "null"}}, 0, "names no source that publishes"),
-        ({"0": RANK | {"enable_kv_cache_events": False}}, 0, "names no source that publishes"),
-        ([], 0, "answered with something else"),
-        ({"0": "x"}, 0, "answered with something else"),
+        ({"0": RANK, "1": RANK}, 2, "lists no source of rank 2"),
+        ({"0": RANK, "1": RANK, "2": RANK, "3": RANK}, 0, "lists 4 ranks behind 3 endpoints"),
+        ({}, 0, "lists no source"),
+        ({"0": RANK | {"endpoint": "ipc:///tmp/x"}}, 0, "lists no source that publishes"),
+        ({"0": RANK | {"endpoint": "tcp://*:99999"}}, 0, "lists no source that publishes"),
+        ({"0": RANK | {"publisher": "null"}}, 0, "lists no source that publishes"),
+        ({"0": RANK | {"enable_kv_cache_events": False}}, 0, "lists no source that publishes"),
+        ([], 0, "answered with something other"),
+        ({"0": "x"}, 0, "answered with something other"),
     ],
 )  # fmt: skip
 def test_where_an_engine_publishes_is_read_from_its_answer(page, rank, found):

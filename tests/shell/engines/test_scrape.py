@@ -174,7 +174,7 @@ async def test_every_way_to_serve_a_page_works(reply):
     ("reply", "kind", "words"),
     [
         (b"SSH-2.0-x\r\n", "page", "did not answer with HTTP/1"),
-        (answer(b"<html>hello</html>"), "page", "is not understood: .* has no load gauge"),
+        (answer(b"<html>hello</html>"), "page", "sent an invalid page: .* has no load gauge"),
         (answer(b"", status=b"500 Oops"), "status", "answered 500, expected 200"),
         (answer(b"", status=b"302 Found", headers=b"Location: /x\r\n"), "status", "answered 302"),
         (answer(b"x" * 5000), "page", "is larger than 1000 bytes"),
@@ -224,7 +224,7 @@ async def test_a_slow_page_times_out_and_the_connection_is_not_used_again():
     ):
         _, kind, sentence = await running.failures.get()
         assert kind == "timeout"
-        assert sentence.endswith("gave no page within 0.05 s")
+        assert sentence.endswith("sent no page within 0.05 s")
         _, metrics = await running.observed.get()
         assert metrics.waiting_requests == 2.0
         assert served.connections == 2

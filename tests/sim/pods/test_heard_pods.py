@@ -154,7 +154,7 @@ async def test_a_stream_that_is_cut_is_stale_and_comes_back():
         heard_through_a_relay(pod) as (relay, picker),
     ):
         relay.cut()
-        await eventually(lambda: "cannot be heard" in picker.row().problem)
+        await eventually(lambda: "cannot be received" in picker.row().problem)
         await eventually(lambda: picker.row().state is StreamState.STALE)
         for prompt in prompts(20):
             await served(pod, prompt)

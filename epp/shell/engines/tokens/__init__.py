@@ -1,1 +1,1 @@
-"""Which tokens prompts become: asked of the engine's renderer, or worked out by a worker process."""
+"""Determine the tokens of prompts, by the engine's renderer or by a worker process."""

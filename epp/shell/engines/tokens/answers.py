@@ -1,7 +1,8 @@
-"""What a renderer answers -> ids, in steps that are short for the event loop. Pure.
+"""Parse a renderer's answer into token ids, in steps that are short for the event loop.
 
-Whoever answers may lie. The answer was bounded in bytes before; here its members are checked, and
-ids are decoded by pieces, because a hundred thousand of them take some milliseconds.
+The answer is not trusted. Its size was limited before. Here its members are checked, and ids are
+decoded in pieces, because a hundred thousand of them take some milliseconds. This module performs
+no I/O.
 """
 
 import re
@@ -17,18 +18,18 @@ from epp.core.moment import PlacedMedia
 from epp.core.prompt.token_ids import ID_BYTES, packed
 
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
-"""Of ids of six digits, some 600,000. To find its members takes the loop about 2 ms."""
+"""Maximum size in bytes: some 600,000 ids of six digits, whose members the loop finds in 2 ms."""
 PIECE_BYTES: Final = 64 * 1024
-"""Ids of which are decoded at once, in half a millisecond."""
+"""Size of the pieces of ids that are decoded at once, in half a millisecond."""
 MEDIA_MAX: Final = 1_024
-"""Of one prompt."""
+"""Maximum number of media in one prompt."""
 _NOTHING: Final = Raw(b"")
 
 _TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 
 
 class _Rendered(Struct, gc=False):
-    """`token_ids` of /render, `tokens` of /tokenize."""
+    """Response of /render (`token_ids`) or /tokenize (`tokens`)."""
 
     token_ids: Raw = _NOTHING
     tokens: Raw = _NOTHING
@@ -47,7 +48,7 @@ class _Placeholder(Struct, gc=False):
 
 
 class _Features(Struct, gc=False):
-    """By modality, such as "image"."""
+    """Media by modality, such as "image"."""
 
     mm_hashes: dict[str, list[str | None]] | None = None
     mm_placeholders: dict[str, list[_Placeholder]] | None = None
@@ -60,21 +61,21 @@ class RenderedPrompt(Struct, frozen=True, gc=False):
     """One prompt of an answer."""
 
     ids: bytes
-    """The JSON array of its ids."""
+    """JSON array of the token ids."""
     media: tuple[PlacedMedia, ...] = ()
-    """In their order."""
+    """Media in the order of the prompt."""
 
 
 class BadAnswerError(Exception):
-    """The text says what of the answer is bad, without repeating any of it."""
+    """An answer is invalid. The message describes the problem without quoting the answer."""
 
 
 class HasMediaError(Exception):
-    """The prompt has parts that are not told apart by ids, nor by identifiers in the answer."""
+    """The prompt has media that neither ids nor identifiers in the answer distinguish."""
 
 
 def rendered_prompts(answer: bytes, prompts: int) -> list[RenderedPrompt]:
-    """The first `prompts` prompts. Raises `BadAnswerError`, and `HasMediaError`."""
+    """Return the first `prompts` prompts. Raises `BadAnswerError` and `HasMediaError`."""
     try:
         listed = answer.lstrip()[:1] == b"["
         rendered = _decode_all(answer) if listed else [_decode_one(answer)]
@@ -97,7 +98,7 @@ def _media(features: bytes) -> tuple[PlacedMedia, ...]:
     try:
         read = _decode_features(features)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadAnswerError("has features that are none") from error
+        raise BadAnswerError("has invalid features") from error
     hashes, places = read.mm_hashes or {}, read.mm_placeholders or {}
     placed: list[PlacedMedia] = []
     for modality in hashes.keys() | places.keys():
@@ -114,13 +115,13 @@ def _media(features: bytes) -> tuple[PlacedMedia, ...]:
 
 
 def check_placed(media: Sequence[PlacedMedia], ids: bytes) -> None:
-    """Raises `BadAnswerError` unless `media` are within the prompt of `ids`."""
+    """Raise `BadAnswerError` unless `media` are within the prompt of `ids`."""
     if any(one.offset + one.length > len(ids) // ID_BYTES for one in media):
-        raise BadAnswerError("has media behind the end of the prompt")
+        raise BadAnswerError("has media beyond the end of the prompt")
 
 
 def pieces_of(array: bytes) -> Iterator[bytes]:
-    """Arrays of some ids each, which together have all of `array`."""
+    """Yield arrays of some ids each, which together contain all ids of `array`."""
     start, end = 1, len(array) - 1
     while end - start > PIECE_BYTES:
         comma = _COMMA.search(array, start + PIECE_BYTES, end)
@@ -132,15 +133,15 @@ def pieces_of(array: bytes) -> Iterator[bytes]:
 
 
 def ids_of(piece: bytes) -> bytes:
-    """Raises `BadAnswerError` unless `piece` is an array of ids."""
+    """Return the packed ids of `piece`. Raises `BadAnswerError` if it is not an array of ids."""
     try:
         return packed(_decode_ids(piece))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadAnswerError("has other than token ids from 0 to 2**32 - 1") from error
+        raise BadAnswerError("has something other than token ids from 0 to 2**32 - 1") from error
 
 
 def too_many(ids: bytes, body: bytes) -> bool:
-    """Whether these are more ids than a prompt of so many bytes can become, with any template."""
+    """Return True if `ids` are more than a prompt in `body` can have with any template."""
     return len(ids) // ID_BYTES > len(body) + TEMPLATE_TOKENS_MAX
 
 

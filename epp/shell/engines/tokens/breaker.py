@@ -1,4 +1,4 @@
-"""Does not ask for a while who failed again and again. Pure."""
+"""A circuit breaker that stops requests to a failing backend for a while, without I/O."""
 
 import math
 from typing import Final
@@ -10,9 +10,9 @@ OPEN_S: Final[Seconds] = 10.0
 
 
 class CircuitBreaker:
-    """Closed until `failures_max` questions in a row failed, then open for `open_s`.
+    """A circuit breaker that opens for `open_s` after `failures_max` failures in a row.
 
-    Then one question is let through; while it is under way nobody else is, and how it ends decides.
+    Then one request is allowed. Until it ends no other one is, and its result decides.
     """
 
     def __init__(self, failures_max: int = FAILURES_MAX, open_s: Seconds = OPEN_S) -> None:
@@ -20,14 +20,14 @@ class CircuitBreaker:
         self._open_s = open_s
         self._in_a_row = 0
         self._closed_at_s = -math.inf
-        """When it lets one through; matters once there are too many failures in a row."""
+        """Time at which one request is allowed, after too many failures in a row."""
 
     def allows(self, now: Seconds) -> bool:
-        """Whether a question may be asked. Changes nothing."""
+        """Return True if a request is allowed. This changes nothing."""
         return self._in_a_row < self._failures_max or now >= self._closed_at_s
 
     def asked(self, now: Seconds) -> None:
-        """A question is asked; while open it is the one that tries."""
+        """Record that a request starts; while open it is the only one."""
         if self._in_a_row >= self._failures_max:
             self._closed_at_s = now + self._open_s
 
@@ -35,7 +35,7 @@ class CircuitBreaker:
         self._in_a_row = 0
 
     def failed(self, now: Seconds) -> bool:
-        """Whether it is open since now."""
+        """Record a failure. Return True if it opened the circuit."""
         self._in_a_row += 1
         if self._in_a_row < self._failures_max:
             return False

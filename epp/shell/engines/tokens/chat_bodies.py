@@ -1,8 +1,8 @@
-"""Messages of Anthropic and Responses as the chat that vLLM makes of them. Used in the worker alone.
+"""Convert bodies of the Messages and Responses APIs to the chats that vLLM makes of them.
 
-vLLM has one chat template a model, and renders these APIs as chats. How, is known for what is here, of
-vLLM 0.32; members and parts that it reads in other ways from release to release, or that may be
-anything, make no chat: their requests have no tokens.
+This module is used only in the worker process. vLLM has one chat template per model and renders
+these APIs as chats. The conversions here are those of vLLM 0.32. Members and parts whose conversion
+varies between releases are not converted, and their requests have no tokens.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +13,7 @@ from epp.core.types import ApiKind
 Json = dict[str, Any]
 
 _BILLING: Final = "x-anthropic-billing-header"
-"""A system block that begins so changes with each request, and is left out."""
+"""Prefix of a system block that changes with each request and is omitted."""
 _NOT_IN_THE_PROMPT: Final[Mapping[ApiKind, frozenset[str]]] = {
     ApiKind.MESSAGES: frozenset(
         {
@@ -43,11 +43,11 @@ _GIVEN: Final = frozenset({"user", "system", "developer"})
 
 
 class NoChatError(Exception):
-    """It is not known which chat is rendered for the request."""
+    """The chat that vLLM renders for the request is unknown."""
 
 
 def as_chat(api: ApiKind, body: Json) -> Json:
-    """The chat request with the prompt of `body`. Raises `NoChatError`."""
+    """Return the chat request with the prompt of `body`. Raises `NoChatError`."""
     make = _MAKERS.get(api)
     if make is None:
         return body
@@ -64,7 +64,7 @@ def as_chat(api: ApiKind, body: Json) -> Json:
 
 
 def _of_messages(members: Json) -> Json:
-    """Takes what it reads out of `members`."""
+    """Convert a Messages body, removing known members from `members`."""
     messages: list[Json] = []
     system = _system(members.pop("system", ""))
     if system:
@@ -87,7 +87,7 @@ def _system(system: Any) -> str:
 
 
 def _turns(message: Json) -> Iterable[Json]:
-    """One turn of a conversation: results of tools are messages of their own before it."""
+    """Convert one turn of a conversation; results of tools become separate messages before it."""
     role, content = message["role"], message["content"]
     if role not in _TURNS:
         raise NoChatError
@@ -146,7 +146,7 @@ def _call(block: Json) -> Json:
 
 def _tool(tool: Json) -> Json:
     if tool.get("defer_loading") or tool.get("type", "custom") != "custom":
-        # Tools that are shown later, and those that Anthropic itself runs.
+        # These are tools that are shown later, or that Anthropic itself runs.
         raise NoChatError
     schema = tool["input_schema"]
     if not isinstance(schema, dict):
@@ -160,7 +160,7 @@ def _tool(tool: Json) -> Json:
 
 
 def _of_responses(members: Json) -> Json:
-    """Takes what it reads out of `members`."""
+    """Convert a Responses body, removing known members from `members`."""
     if members.pop("tools", None) or members.pop("truncation", "disabled") != "disabled":
         raise NoChatError
     messages: list[Json] = []
@@ -189,7 +189,7 @@ def _item(item: Json) -> Json:
         return {"role": role, "content": content}
     kind = "output_text" if role == "assistant" else "input_text"
     texts = [_text(part, "text") for part in _objects(content) if part["type"] == kind]
-    # Of what an assistant said vLLM reads the first part alone.
+    # vLLM reads only the first part of an assistant's message.
     if not texts or len(texts) != len(content) or (role == "assistant" and len(texts) > 1):
         raise NoChatError
     return {"role": role, "content": [{"type": "text", "text": text} for text in texts]}

@@ -1,7 +1,7 @@
-"""A model's chat template, rendered as vLLM renders it. Used in the worker process alone.
+"""Render a model's chat template as vLLM does.
 
-Templates are programs of strangers: they run in jinja2's immutable sandbox, and what they write is
-bounded. Those that a request brings are not run at all.
+This module is used only in the worker process. Templates are untrusted programs: they run in
+jinja2's immutable sandbox, and their output is limited. Templates in requests are not run at all.
 """
 
 import json
@@ -22,17 +22,19 @@ MESSAGES_MAX: Final = 4_096
 _MADE_BY_US: Final = frozenset(
     {"messages", "tools", "documents", "chat_template", "tokenize", "return_dict", "conversation"}
 )
-"""What a request cannot give among its own variables: vLLM refuses it, or means something else."""
+"""Variables that a request cannot set, because vLLM rejects them or uses them differently."""
 
 Json = dict[str, Any]
 
 
 class NotRenderedError(Exception):
-    """The template, or what vLLM does before it, does not take the request."""
+    """The template, or vLLM's preparation for it, rejects the request."""
 
 
 class _Generation(Extension):
-    """`{% generation %}`, by which trainers mark what the model says; it writes what is in it."""
+    """The tag `{% generation %}`, which marks the model's output in training; it renders its
+    content.
+    """
 
     tags = {"generation"}  # noqa: RUF012  as jinja2 has it
 
@@ -55,7 +57,10 @@ def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
 
 
 class ChatTemplate:
-    """`special` are the tokenizer's own texts by name: `bos_token` and such."""
+    """A chat template.
+
+    `special` contains the tokenizer's own texts by name, such as `bos_token`.
+    """
 
     def __init__(
         self,
@@ -64,7 +69,7 @@ class ChatTemplate:
         content_format: ContentFormat = ContentFormat.AUTO,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises `jinja2.TemplateError`."""
+        """Compile the template. Raises `jinja2.TemplateError`."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -80,10 +85,10 @@ class ChatTemplate:
         if content_format is ContentFormat.AUTO:
             parts = reads_parts(environment.parse(source))
         self._parts = parts
-        """Contents are lists of parts; else one text each."""
+        """True if the contents of messages are lists of parts; otherwise they are texts."""
 
     def render(self, body: Json) -> str:
-        """The prompt of a chat request. Raises `NotRenderedError`."""
+        """Return the prompt of a chat request. Raises `NotRenderedError`."""
         messages = body.get("messages")
         if not isinstance(messages, list) or len(messages) > MESSAGES_MAX:
             raise NotRenderedError
@@ -108,7 +113,7 @@ class ChatTemplate:
             raise
         except (RecursionError, MemoryError) as error:
             raise NotRenderedError from error
-        except Exception as error:  # what a template may raise is anything
+        except Exception as error:  # a template may raise anything
             raise NotRenderedError from error
 
 
@@ -124,7 +129,7 @@ def _bounded(pieces: Any) -> str:
 
 
 def _conversed(message: Json, *, parts: bool) -> Json:
-    """A message as vLLM hands it to a template."""
+    """Return a message in the form that vLLM passes to a template."""
     role = message["role"]
     conversed: Json = {"role": role, "content": _content(message.get("content"), parts=parts)}
     if role == "assistant":
@@ -167,7 +172,7 @@ def _text(part: Any) -> str:
 
 
 def _tool_call(call: Json) -> Json:
-    """With its arguments as values: templates expect no JSON in a text."""
+    """Return a tool call with decoded arguments, because templates expect no JSON text."""
     function = dict(call["function"])
     arguments = function.get("arguments")
     if not arguments:
@@ -178,7 +183,7 @@ def _tool_call(call: Json) -> Json:
 
 
 def _tools(tools: Sequence[Json] | None) -> list[Json] | None:
-    """As vLLM's own types spell them: known members in their order, all others behind them."""
+    """Return tools in the form of vLLM's types: known members in order, then all others."""
     if tools is None:
         return None
     spelt: list[Json] = []
@@ -196,7 +201,7 @@ def _tools(tools: Sequence[Json] | None) -> list[Json] | None:
 
 
 def reads_parts(template: nodes.Template) -> bool:
-    """Whether a template goes through the parts of contents, by which vLLM chooses their form."""
+    """Return True if a template iterates over parts of contents, by which vLLM selects their form."""
     conversations = {"messages"}
     for assigned in template.find_all(nodes.Assign):
         if isinstance(assigned.target, nodes.Name) and _named(assigned.node) in conversations:
@@ -211,7 +216,7 @@ def reads_parts(template: nodes.Template) -> bool:
 
 
 def _bare(node: nodes.Node | None) -> nodes.Node | None:
-    """Without filters, tests and slices."""
+    """Return the node without filters, tests and slices."""
     while True:
         if isinstance(node, nodes.Filter | nodes.Test) or (
             isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
@@ -227,7 +232,7 @@ def _named(node: nodes.Node | None) -> str:
 
 
 def _content_of(node: nodes.Node | None) -> str:
-    """The variable of whose `content` this is; "" if it is none."""
+    """Return the variable whose `content` the node reads, or "" if it is something else."""
     bare = _bare(node)
     if isinstance(bare, nodes.Getattr) and bare.attr == "content":
         return _named(bare.node)

@@ -1,9 +1,9 @@
-"""Text -> token ids with the files of one model. Used in the worker process alone.
+"""Encode text into token ids with the files of one model.
 
-Two libraries can do it. `tokenizers` reads every `tokenizer.json`; `tiktoken`, given the same ranks,
-takes a quarter of its time, for byte-level BPE. Which is used is tried when a model is loaded, and
-so is whether a text can be cut at its special tokens: what differs in one of some hundred made-up
-texts is not done.
+This module is used only in the worker process. Two libraries can encode. `tokenizers` supports
+every `tokenizer.json`; `tiktoken`, with the same ranks, takes a quarter of the time for byte-level
+BPE. When a model is loaded, trials decide which one is used and whether texts can be split at
+special tokens. A variant that differs in one of some hundred generated texts is not used.
 """
 
 import json
@@ -21,19 +21,22 @@ from epp.core.prompt.token_ids import packed
 
 FILE_BYTES_MAX: Final = 64 * 1024 * 1024
 TRIALS: Final = 200
-"""Made-up texts in which two ways must give the same ids."""
+"""Number of generated texts for which two variants must return the same ids."""
 _BYTES: Final = 256
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]
-"""Text in which no special token is looked for -> ids."""
+"""Function from text without special tokens to ids."""
 
 
 class NoTokenizerError(Exception):
-    """The text is a sentence without a path's content."""
+    """A tokenizer cannot be used. The message is one sentence without content of files."""
 
 
 class TextEncoder:
-    """Of one model. `parts_of` cuts a text where a cut changes no id; `encode` makes ids of a part."""
+    """The encoder of one model.
+
+    `parts_of` splits a text where that changes no id, and `encode` returns the ids of a part.
+    """
 
     def __init__(self, file: Path) -> None:
         """Read `tokenizer.json`. Raises `NoTokenizerError`."""
@@ -45,14 +48,14 @@ class TextEncoder:
             raise
         except (OSError, ValueError) as error:
             raise NoTokenizerError(f"{file} cannot be read: {type(error).__name__}") from error
-        except Exception as error:  # the library raises no other types than this
-            raise NoTokenizerError(f"{file} is no tokenizer that can be used") from error
+        except Exception as error:  # the library raises no more specific type
+            raise NoTokenizerError(f"{file} is not a usable tokenizer") from error
         self._whole.no_truncation()
         self._whole.no_padding()
         self._added: dict[str, int] = {
             added["content"]: added["id"] for added in described.get("added_tokens", ())
         }
-        # Of those that begin alike the longest is meant.
+        # Among tokens with the same beginning the longest one matches.
         by_length = sorted(filter(None, self._added), key=len, reverse=True)
         self._cuts = re.compile("(" + "|".join(map(re.escape, by_length)) + ")")
         self._before, self._after = self._surroundings()
@@ -64,46 +67,48 @@ class TextEncoder:
             self._encode = self._or_by_tokenizers(faster)
             self.library = "tiktoken"
         self.cut = bool(by_length) and _may_be_cut(described) and self._cuts_well(samples)
-        """Whether texts are cut at special tokens."""
+        """True if texts are split at special tokens."""
         if not self.cut:
-            # Special tokens are looked for by the library that has the whole text.
+            # The library finds special tokens in the complete text.
             self._encode = self._by_tokenizers
             self.library = "tokenizers"
 
     def parts_of(self, text: str) -> list[str]:
-        """`text` in parts that have the ids of the whole: special tokens, and what is between."""
+        """Split `text` into special tokens and the parts between them; their ids are those of the
+        whole.
+        """
         if not self.cut:
             return [text]
         return [part for part in self._cuts.split(text) if part]
 
     def encode(self, part: str) -> bytes:
-        """The ids of one of `parts_of`, packed."""
+        """Return the packed ids of one of `parts_of`."""
         special = self._added.get(part) if self.cut else None
         return packed((special,) if special is not None else self._encode(part))
 
     def surrounded(self, ids: bytes) -> bytes:
-        """With what the tokenizer puts round a prompt that is no chat."""
+        """Add the tokens that the tokenizer puts around a prompt that is not a chat."""
         return self._before + ids + self._after
 
     def whole(self, text: str) -> bytes:
-        """The ids of `text` by `tokenizers`, at once."""
+        """Return the packed ids of the complete `text`, by `tokenizers`."""
         return packed(self._by_tokenizers(text))
 
     def _by_tokenizers(self, text: str) -> Sequence[int]:
-        # Without offsets, and without Python's lock.
+        # This call computes no offsets and releases Python's lock.
         (encoded,) = self._whole.encode_batch_fast([text], add_special_tokens=False)
         ids: Sequence[int] = encoded.ids
         return ids
 
     def _or_by_tokenizers(self, faster: Encode) -> Encode:
-        """`faster`, and where it cannot: its patterns give up on very long runs of blanks."""
+        """Return `faster` with a fallback, because its patterns fail on very long runs of blanks."""
 
         def encode(text: str) -> Sequence[int]:
             try:
                 return faster(text)
             except (KeyboardInterrupt, SystemExit):
                 raise
-            except BaseException:  # noqa: BLE001  a panic of its library is one
+            except BaseException:  # noqa: BLE001  a panic of the library is a BaseException
                 return self._by_tokenizers(text)
 
         return encode
@@ -114,16 +119,16 @@ class TextEncoder:
         for start in range(len(outer) - len(inner) + 1):
             if outer[start : start + len(inner)] == list(inner):
                 return packed(outer[:start]), packed(outer[start + len(inner) :])
-        raise NoTokenizerError("the tokenizer changes a text by what it puts round it")
+        raise NoTokenizerError("the tokenizer changes a text by the tokens that it puts around it")
 
     def _alike(self, faster: Encode, samples: Sequence[str]) -> bool:
-        """Whether `faster` gives the same ids for texts without special tokens."""
+        """Return True if `faster` returns the same ids for texts without special tokens."""
         texts = [part for sample in samples for part in self._cuts.split(sample)[::2] if part]
         try:
             return all(list(faster(text)) == list(self._by_tokenizers(text)) for text in texts)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # noqa: BLE001  a pattern that the library cannot run
+        except BaseException:  # noqa: BLE001  the library cannot run the pattern
             return False
 
     def _cuts_well(self, samples: Sequence[str]) -> bool:
@@ -141,13 +146,13 @@ def _read(file: Path) -> str:
 
 
 def _may_be_cut(described: dict[str, Any]) -> bool:
-    """Whether no special token takes blanks of its neighbours with it."""
+    """Return True if no special token absorbs adjacent blanks."""
     strips = ("lstrip", "rstrip", "single_word")
     return not any(added.get(strip) for added in described["added_tokens"] for strip in strips)
 
 
 def _by_tiktoken(described: dict[str, Any]) -> Encode | None:
-    """The same tokenizer for the other library; None: it is not one that it can have."""
+    """Return the same tokenizer by `tiktoken`, or None if that cannot represent it."""
     model = described.get("model") or {}
     pattern = _pattern_of(described.get("pre_tokenizer") or {})
     normalizer = described.get("normalizer")
@@ -161,7 +166,7 @@ def _by_tiktoken(described: dict[str, Any]) -> Encode | None:
         return None
     try:
         encoding = Encoding("local", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-    except Exception:  # noqa: BLE001  whatever it does not take
+    except Exception:  # noqa: BLE001  anything that the library rejects
         return None
     if not composed:
         return encoding.encode_ordinary
@@ -174,7 +179,7 @@ def _by_tiktoken(described: dict[str, Any]) -> Encode | None:
 
 
 def _pattern_of(pre_tokenizer: dict[str, Any]) -> str:
-    """What splits words, where bytes are made of them afterwards; "" where it is done otherwise."""
+    """Return the pattern that splits words before bytes are encoded, or "" for other schemes."""
     steps = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
     if len(steps) != 2 or [step.get("type") for step in steps] != ["Split", "ByteLevel"]:
         return ""
@@ -189,7 +194,7 @@ def _pattern_of(pre_tokenizer: dict[str, Any]) -> str:
 
 
 def _ranks_of(model: dict[str, Any]) -> dict[bytes, int] | None:
-    """Bytes of each token -> its id, where ids are in the order of merges; None: they are not."""
+    """Return the id of each token's bytes, or None if ids are not in the order of merges."""
     byte_of = {character: byte for byte, character in enumerate(byte_characters())}
     vocabulary: dict[str, int] = model["vocab"]
     try:
@@ -205,7 +210,7 @@ def _ranks_of(model: dict[str, Any]) -> dict[bytes, int] | None:
         if merged is None:
             return None
         if merged in made:
-            # Several merges may make a token; it has the rank of the first one.
+            # Several merges may create a token, which has the rank of the first one.
             continue
         if merged < last:
             return None
@@ -215,7 +220,7 @@ def _ranks_of(model: dict[str, Any]) -> dict[bytes, int] | None:
 
 
 def byte_characters() -> list[str]:
-    """The character that stands for each byte in the vocabularies of byte-level BPE."""
+    """Return the character that represents each byte in vocabularies of byte-level BPE."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(_BYTES)]
@@ -235,8 +240,8 @@ _SCRIPTS: Final = (
 
 
 def _samples(added: Sequence[str]) -> list[str]:
-    """Made-up texts of several scripts with special tokens in them, always the same."""
-    dice = Random("tokens")  # noqa: S311  texts to try, not secrets
+    """Return generated texts of several scripts with special tokens, always the same ones."""
+    dice = Random("tokens")  # noqa: S311  texts for trials, not secrets
     texts: list[str] = []
     for _ in range(TRIALS):
         pieces: list[str] = []

@@ -1,4 +1,4 @@
-"""What the picker and its worker process tell each other: msgpack behind four bytes of length."""
+"""Messages between the picker and its worker process: msgpack after a length of four bytes."""
 
 from typing import Final, TypeAlias
 
@@ -9,24 +9,24 @@ from epp.core.types import ApiKind
 
 LENGTH_BYTES: Final = 4
 FRAME_BYTES_MAX: Final = 48 * 1024 * 1024
-"""The longest body that is asked for is far shorter, and so is what it becomes."""
+"""Maximum size of a message; the longest accepted body and its ids are far smaller."""
 
 
 class Begin(Struct, frozen=True, tag=True, array_like=True):
-    """The first one: `LocalTokenizers` as JSON, and the model whose tokenizer others have."""
+    """The first message: `LocalTokenizers` as JSON, and the model whose tokenizer others use."""
 
     settings: bytes
     model_name: str
 
 
 class Load(Struct, frozen=True, tag=True, array_like=True):
-    """Make the tokenizer of `model` ready."""
+    """A request to load the tokenizer of `model`."""
 
     model: str
 
 
 class Job(Struct, frozen=True, tag=True, array_like=True):
-    """Asks which tokens the prompts of `body` become."""
+    """A request for the tokens of the prompts in `body`."""
 
     model: str
     api: ApiKind
@@ -34,32 +34,32 @@ class Job(Struct, frozen=True, tag=True, array_like=True):
 
 
 class Ready(Struct, frozen=True, tag=True, array_like=True):
-    """Answers `Begin`: the models that have a tokenizer, as far as it is known by name."""
+    """The answer to `Begin`: the models that have a tokenizer, as far as known by name."""
 
     models: tuple[str, ...]
 
 
 class Cannot(Struct, frozen=True, tag=True, array_like=True):
-    """Answers `Begin`: why there will be no tokens; nor after a start anew."""
+    """The answer to `Begin` if no tokens will be available, even after a restart."""
 
     sentence: str
 
 
 class Loaded(Struct, frozen=True, tag=True, array_like=True):
-    """Answers `Load`."""
+    """The answer to `Load`."""
 
     model: str
     problem: str
-    """"" if there is none."""
+    """Reason why the tokenizer cannot be used, or ""."""
     library: str = ""
     cut: bool = False
-    """At special tokens, so that parts are kept."""
+    """True if texts are split at special tokens, so that parts are cached."""
     template: bool = False
     seconds: float = 0.0
 
 
 class Done(Struct, frozen=True, tag=True, array_like=True):
-    """Answers `Job`: ids of each prompt, or the `TokensResult` that says why not."""
+    """The answer to `Job`: ids of each prompt, or the `TokensResult` with the reason."""
 
     ids: tuple[bytes, ...]
     result: str
@@ -82,7 +82,7 @@ def framed(message: ToWorker | FromWorker) -> bytes:
 
 
 def length_of(head: bytes) -> int:
-    """Raises `ValueError` for a frame that is too long."""
+    """Return the length of a frame. Raises `ValueError` if it is too long."""
     length = int.from_bytes(head, "little")
     if length > FRAME_BYTES_MAX:
         raise ValueError(f"a frame has {length} bytes, expected at most {FRAME_BYTES_MAX}")
@@ -90,12 +90,12 @@ def length_of(head: bytes) -> int:
 
 
 def to_worker(frame: bytes) -> ToWorker:
-    """Raises `msgspec.DecodeError`."""
+    """Decode a message to the worker. Raises `msgspec.DecodeError`."""
     message: ToWorker = _to_worker(frame)
     return message
 
 
 def from_worker(frame: bytes) -> FromWorker:
-    """Raises `msgspec.DecodeError`."""
+    """Decode a message from the worker. Raises `msgspec.DecodeError`."""
     message: FromWorker = _from_worker(frame)
     return message

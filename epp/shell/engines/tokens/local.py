@@ -1,8 +1,8 @@
-"""The picker's end of the worker process: starts it, asks it, ends it when it hangs.
+"""Manage the worker process: start it, send requests to it, and kill it when it hangs.
 
-The worker answers one question at a time. Who waits for it waits here, in a queue that is bounded;
-who leaves is taken out of it. A question that is being answered goes on without who asked: what it
-finds is kept by the worker for the next turn of the conversation.
+The worker answers one request at a time. Others wait here in a bounded queue; a cancelled one is
+removed from it. A request that is already with the worker continues after a cancellation: the
+worker caches its result for the next turn of the conversation.
 """
 
 import asyncio
@@ -38,18 +38,19 @@ from epp.shell.engines.tokens.question import (
 )
 
 QUEUE_MAX: Final = 64
-"""Questions that wait for the worker."""
+"""Maximum number of requests that wait for the worker."""
 QUEUE_BYTES_MAX: Final = 16 * 1024 * 1024
 JOB_S_MAX: Final[Seconds] = 20.0
-"""A question that takes longer hangs: the process is ended and begins anew. Two megabytes of blanks,
-which take longest, take two seconds of a whole core."""
+"""Time in seconds after which the worker is considered hung and restarted.
+
+The slowest input, two megabytes of blanks, takes two seconds of a whole core."""
 LOAD_S_MAX: Final[Seconds] = 60.0
 LOADED_AT_ONCE_MAX: Final = 8
-"""Tokenizers that are loaded before somebody asks."""
+"""Number of tokenizers that are loaded in advance."""
 BACKOFF_S: Final[Seconds] = 0.5
 BACKOFF_S_MAX: Final[Seconds] = 30.0
 MODELS_TOLD_MAX: Final = 256
-"""Models without a tokenizer that are warned of; clients choose names."""
+"""Maximum number of models without a tokenizer that are logged; clients choose the names."""
 _APIS: Final = frozenset({ApiKind.CHAT, ApiKind.COMPLETIONS, ApiKind.MESSAGES, ApiKind.RESPONSES})
 MODULE: Final = "epp.shell.engines.tokens.worker"
 
@@ -59,11 +60,11 @@ _log = structlog.get_logger(__name__)
 
 
 class WorkerHungError(Exception):
-    """It did not answer in time."""
+    """The worker did not answer in time."""
 
 
 class WorkerCannotError(Exception):
-    """It cannot do what it is for, in one sentence, and will not be able to."""
+    """The worker cannot do its work permanently. The message is one sentence."""
 
 
 class _Waiting:
@@ -88,16 +89,16 @@ class LocalWorker:
         job_s_max: Seconds = JOB_S_MAX,
         backoff_s: Seconds = BACKOFF_S,
     ) -> None:
-        """`model_name`: whose tokenizer models have that have none of their own."""
+        """`model_name` is the model whose tokenizer is used for models without one."""
         self._begin = Begin(msgspec.json.encode(settings), model_name)
         self._model_name = model_name
         self._command = command
         self._job_s_max = job_s_max
         self._backoff_s = backoff_s
         self._models: dict[str, Loaded | None] = {}
-        """Those that have files -> how they were loaded, since the process began."""
+        """State of models with files since the process started; None if not loaded yet."""
         self._broken: dict[str, str] = {}
-        """Model -> why its files cannot be used."""
+        """Reason by model why its files cannot be used."""
         self._to_load: deque[str] = deque()
         self._queue: deque[_Waiting] = deque()
         self._queued_bytes = 0
@@ -128,7 +129,7 @@ class LocalWorker:
         return None
 
     def _without_tokenizer(self, asked: str) -> TokensResult | None:
-        """Why the model that is asked for has none now; one that has files is loaded from now on."""
+        """Return why the requested model has no tokenizer now; start loading it if it has files."""
         model = self._tokenizer_of(asked)
         if model is None or model in self._broken:
             if model is None:
@@ -147,7 +148,7 @@ class LocalWorker:
     async def find(self, question: Question) -> PromptTokens:
         request = question.request
         model = self._tokenizer_of(request.model)
-        assert model is not None, "who has no tokenizer is refused before"
+        assert model is not None, "requests without tokenizer are refused before"
         job = Job(model, request.api, question.body)
         waiting = _Waiting(job, asyncio.get_running_loop().create_future())
         self._queue.append(waiting)
@@ -177,7 +178,7 @@ class LocalWorker:
                 _log.warning("prompts are measured by their bytes", problem=self._cannot)
             except (OSError, EOFError, msgspec.DecodeError, ValueError, WorkerHungError) as error:
                 _log.warning(
-                    "the tokenizer's process ended and is started anew",
+                    "tokenizer process ended and is restarted",
                     problem=type(error).__name__,
                     starts=self.starts,
                 )
@@ -203,16 +204,16 @@ class LocalWorker:
                 *self._command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                # What libraries say of a prompt that they cannot read must not be read.
+                # Libraries may print parts of a prompt, which must not be logged.
                 stderr=asyncio.subprocess.DEVNULL,
-                # A Ctrl-C is the picker's to answer.
+                # A separate session keeps Ctrl-C away from the worker; the picker handles it.
                 start_new_session=True,
             )
         )
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
-            # Left half-way it would be nobody's to end.
+            # A process that was started halfway must be ended here.
             await _end(await starting)
             raise
 
@@ -275,9 +276,12 @@ class LocalWorker:
         kind: type[_Answer],
         timeout_s: Seconds,
     ) -> _Answer:
-        """What it answers to `message`, a `kind`. Raises `ValueError` where it is something else."""
-        assert process.stdin is not None, "it has a pipe"
-        assert process.stdout is not None, "it has a pipe"
+        """Send `message` and return the answer, a `kind`.
+
+        Raises `ValueError` for another answer.
+        """
+        assert process.stdin is not None, "the process has a pipe"
+        assert process.stdout is not None, "the process has a pipe"
         try:
             async with asyncio.timeout(timeout_s):
                 process.stdin.write(framed(message))
@@ -290,7 +294,7 @@ class LocalWorker:
             raise WorkerCannotError(answer.sentence)
         if not isinstance(answer, kind):
             told = type(answer).__name__
-            raise ValueError(f"the worker answered with {told}, expected {kind.__name__}")  # noqa: TRY004  it lies
+            raise ValueError(f"the worker answered with {told}, expected {kind.__name__}")  # noqa: TRY004  the answer is wrong, not the call
         return answer
 
     def _forget_process(self) -> None:
@@ -307,7 +311,7 @@ class LocalWorker:
         self._queued_bytes = 0
 
     def _tell_missing(self, model: str, problem: str) -> None:
-        """Once a model."""
+        """Log a problem once per model."""
         if model in self._told or len(self._told) >= MODELS_TOLD_MAX:
             return
         self._told.add(model)
@@ -331,7 +335,7 @@ class LocalWorker:
         return rows
 
     def totals(self) -> dict[str, object]:
-        """Of the process."""
+        """Return the totals of the process."""
         return {
             "starts": self.starts,
             "waiting": len(self._queue),
@@ -342,14 +346,14 @@ class LocalWorker:
         }
 
     def close(self) -> None:
-        """`run` is cancelled by who runs it, which ends the process."""
+        """Fail all waiting requests; the cancellation of `run` ends the process."""
         self._forget_process()
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """The process is gone, and its pipes with it."""
+    """Kill the process and close its pipes."""
     if process.returncode is None:
         process.kill()
-    assert process.stdin is not None, "it has a pipe"
+    assert process.stdin is not None, "the process has a pipe"
     process.stdin.close()
     await process.communicate()

@@ -1,4 +1,4 @@
-"""What is asked for a request, and how it may end."""
+"""Requests for the tokens of a prompt, and their results."""
 
 from enum import StrEnum
 from functools import cached_property
@@ -12,27 +12,30 @@ from epp.core.prompt.request import InferenceRequest
 
 
 class TokensResult(StrEnum):
-    """How the question for a prompt's tokens ended. After all but the first bytes count."""
+    """The result of a request for tokens.
+
+    After any result but the first, prompts are measured by bytes.
+    """
 
     FOUND = "found"
     TIMEOUT = "timeout"
-    """Not found before the deadline."""
+    """The deadline passed."""
     BUSY = "busy"
-    """Too many others wait, here or at the renderer."""
+    """Too many other requests are waiting, here or at the renderer."""
     OPEN = "circuit-open"
-    """The last questions failed, so nobody is asked for some seconds."""
+    """The last requests failed, so none are sent for some seconds."""
     UNREACHABLE = "unreachable"
     FAILED = "failed"
     """The renderer answered with a server error, or the worker failed."""
     REFUSED = "refused"
-    """The renderer, or the chat template, does not take the request."""
+    """The renderer or the chat template rejects the request."""
     INVALID = "invalid-answer"
     UNSUPPORTED = "unsupported"
-    """An API, or a member of the body, for which the backend has no tokens."""
+    """The backend has no tokens for this API or a member of the body."""
     MEDIA = "media"
-    """The ids of two images are the same, and the backend does not say which ones they are."""
+    """Different images have the same ids, and the backend does not identify them."""
     NOT_THE_ENGINES = "not-the-engines"
-    """The ids of this model are other than those that engines store."""
+    """The ids for this model differ from those that engines store."""
     TOO_LONG = "too-long"
     NO_TOKENIZER = "no-tokenizer"
     LOADING = "loading"
@@ -40,7 +43,7 @@ class TokensResult(StrEnum):
 
 
 class TokensUnknownError(Exception):
-    """The tokens cannot be had; `result` says why."""
+    """The tokens are unavailable; `result` contains the reason."""
 
     def __init__(self, result: TokensResult) -> None:
         super().__init__(result.value)
@@ -48,16 +51,16 @@ class TokensUnknownError(Exception):
 
 
 class PromptTokens(Struct, frozen=True):
-    """What was found out of one request."""
+    """The tokens of one request."""
 
     ids: tuple[bytes, ...]
-    """Of each of the prompts that it remembers, 4 little-endian bytes an id."""
+    """Ids of each remembered prompt, as 4 little-endian bytes each."""
     media: tuple[tuple[PlacedMedia, ...], ...] = ()
-    """Of each prompt what is in it, in its order; (): none has any."""
+    """Media of each prompt in order; () if no prompt has any."""
 
 
 class Question:
-    """For one request; `expired` is set before its task is cancelled by the deadline."""
+    """A request for tokens; `expired` is set before the deadline cancels its task."""
 
     def __init__(self, request: InferenceRequest, body: bytes) -> None:
         self.request = request
@@ -66,35 +69,35 @@ class Question:
 
     @cached_property
     def has_media(self) -> bool:
-        """Images or the like are in a prompt."""
+        """True if a prompt contains images or other media."""
         return any(DIGEST in prompt for prompt in self.request.prompts)
 
 
 class TokensBackend(Protocol):
-    """Who knows the tokens."""
+    """A source of tokens."""
 
     name: str
 
     def refuses(self, question: Question) -> TokensResult | None:
-        """Why it is not worth to ask, which costs nothing; None: ask."""
+        """Return the reason if a request is pointless, else None. This is cheap."""
         ...
 
     async def find(self, question: Question) -> PromptTokens:
-        """Raises `TokensUnknownError`."""
+        """Return the tokens. Raises `TokensUnknownError`."""
         ...
 
     async def run(self) -> None:
-        """What goes on beside the questions, until cancelled."""
+        """Run background work until cancelled."""
         ...
 
     def rows(self) -> list[dict[str, object]]:
-        """Its parts for who debugs, without anything of a prompt."""
+        """Return rows about its parts for debugging, without content of prompts."""
         ...
 
     def totals(self) -> dict[str, object]:
-        """The same of all of it together."""
+        """Return totals over all its parts."""
         ...
 
     def close(self) -> None:
-        """Let go what is open."""
+        """Close open connections and processes."""
         ...

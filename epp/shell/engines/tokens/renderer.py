@@ -1,7 +1,7 @@
-"""Asks the engine's render and tokenize API which tokens a request becomes.
+"""Request the tokens of a prompt from the engine's render and tokenize APIs.
 
-A renderer gets the bytes that the endpoint will get, and with them the client's `Authorization`; so
-it says what the engine would. What it may cost is bounded: in time, in connections, in bytes.
+A renderer gets the same bytes as the endpoint, including the client's `Authorization`, so that it
+returns the engine's tokens. Its use is limited in time, connections and bytes.
 """
 
 import asyncio
@@ -48,9 +48,9 @@ from epp.shell.engines.tokens.question import (
 from epp.shell.engines.trust import client_context
 
 CONNECTIONS_MAX: Final = 16
-"""To one renderer, each with one question; as the field's renderer client keeps idle."""
+"""Maximum number of connections to one renderer, each with one request."""
 NOT_RENDERED_S: Final[Seconds] = 60.0
-"""A path that a renderer does not have is asked for again after so long: it may be a newer one."""
+"""Time in seconds after which a missing path is requested again, because the server may be newer."""
 ATTEMPTS_MAX: Final = 2
 
 _TOKENIZE: Final = "/tokenize"
@@ -61,9 +61,9 @@ _PATHS: Final[Mapping[ApiKind, str]] = {
     ApiKind.RESPONSES: "/v1/responses/render",
 }
 _TOKENIZED: Final = frozenset({ApiKind.CHAT, ApiKind.COMPLETIONS})
-"""APIs whose requests /tokenize takes as they are."""
+"""APIs whose requests /tokenize accepts unchanged."""
 _NOT_THERE: Final = frozenset({403, 404, 405, 501})
-"""What a server answers that does not render, or not this API."""
+"""Statuses of a server that does not render, or does not support this API."""
 _FULL: Final = frozenset({408, 429, 503})
 _HEADER_VALUE: Final = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
 _OUTPUT_LIMITS: Final = ("max_completion_tokens", "max_tokens")
@@ -73,7 +73,7 @@ _decode_members = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
 def tls_of(settings: VllmRenderer) -> ssl.SSLContext | None:
-    """What https is spoken with; None for http. Reads files. Raises `ConfigError`."""
+    """Return the TLS context for https, or None for http. Reads files. Raises `ConfigError`."""
     if settings.endpoint_discovery is not None or urlsplit(settings.url).scheme != "https":
         return None
     return client_context(
@@ -86,7 +86,7 @@ def tls_of(settings: VllmRenderer) -> ssl.SSLContext | None:
 
 
 class _Server:
-    """One place that renders. As many questions at once as it may have connections."""
+    """One renderer, with at most one request per connection."""
 
     def __init__(
         self, host: str, port: int, base: str, tls: ssl.SSLContext | None, account: Account
@@ -103,7 +103,7 @@ class _Server:
         self._under_way = 0
         self.breaker = CircuitBreaker()
         self._not_there: dict[str, Seconds] = {}
-        """Path -> until when it is not asked for."""
+        """Time until which a missing path is not requested, by path."""
         self.asked = 0
 
     @property
@@ -127,7 +127,10 @@ class _Server:
         }
 
     async def post(self, path: str, body: bytes, authorization: str, timeout_s: Seconds) -> bytes:
-        """The answer. Raises as `PageClient.fetch` does; when it is left, the connection goes."""
+        """Return the answer.
+
+        Raises the errors of `PageClient.fetch`; an error closes the connection.
+        """
         self.asked += 1
         self._under_way += 1
         lines = [
@@ -202,7 +205,7 @@ class Renderer:
             self._set({(parts.hostname or "", port, parts.path.rstrip("/"))})
 
     def replace(self, endpoints: Sequence[Endpoint]) -> None:
-        """The pool is now `endpoints`; matters where they are what renders."""
+        """Replace the endpoints of the pool, which matter if they are the renderers."""
         discovery = self._settings.endpoint_discovery
         if discovery is not None:
             self._set(_places(endpoints, discovery))
@@ -261,7 +264,7 @@ class Renderer:
         raise failure
 
     def _next(self, tried: set[str]) -> _Server | None:
-        """Whose turn it is of those that can be asked."""
+        """Return the next available renderer in round robin, or None."""
         now = time.monotonic()
         for _ in range(len(self._turns)):
             server = self._turns[0]
@@ -271,14 +274,14 @@ class Renderer:
         return None
 
     async def _ask(self, server: _Server, question: Question, timeout_s: Seconds) -> PromptTokens:
-        """One attempt; what it says of the server is noted."""
+        """Make one attempt and record its success or failure for the renderer."""
         server.breaker.asked(time.monotonic())
         failed = True
         try:
             found = await self._render(server, question, timeout_s)
             failed = False
         except asyncio.CancelledError:
-            # The client left, which says nothing of the server; or it was too slow.
+            # The client left, which says nothing about the server, or the server was too slow.
             failed = question.expired
             raise
         except TimeoutError as error:
@@ -301,7 +304,9 @@ class Renderer:
             if not failed:
                 server.breaker.succeeded()
             elif server.breaker.failed(time.monotonic()):
-                _log.warning("a renderer fails, it is left alone for a while", renderer=server.url)
+                _log.warning(
+                    "renderer disabled temporarily after repeated failures", renderer=server.url
+                )
         return found
 
     async def _render(
@@ -319,7 +324,7 @@ class Renderer:
                 if bad.status not in _NOT_THERE:
                     raise
                 if request.api not in _TOKENIZED:
-                    # It may be the model that is not there; who asks for another one asks again.
+                    # The model may be missing, so a request for another model tries again.
                     server.has_not(path, now)
                     raise TokensUnknownError(TokensResult.UNSUPPORTED) from bad
         if request.api not in _TOKENIZED or not _can_be_tokenized(question):
@@ -330,7 +335,7 @@ class Renderer:
         answer = await server.post(_TOKENIZE, question.body, authorization, left_s)
         found = await _read(answer, question)
         if server.has(path, now):
-            # It knows the model and tokenizes it: what it does not do is to render.
+            # The server knows the model and tokenizes it, so it only cannot render.
             server.has_not(path, now)
             self._warn(server)
         return found
@@ -347,7 +352,7 @@ class Renderer:
         if not self._warned:
             self._warned = True
             _log.warning(
-                "a renderer does not render and is asked at /tokenize: start vLLM with "
+                "renderer does not render and is requested at /tokenize: start vLLM with "
                 "--enable-scale-out, or `vllm launch render`",
                 renderer=server.url,
             )
@@ -376,7 +381,7 @@ _WORTH_ANOTHER: Final = frozenset(
         TokensResult.INVALID,
     }
 )
-"""What another renderer of the pool may do better."""
+"""Results after which another renderer of the pool may succeed."""
 
 
 def _result_of(error: BadResponseError) -> TokensResult:
@@ -400,7 +405,7 @@ def _places(
 
 
 async def _read(answer: bytes, question: Question) -> PromptTokens:
-    """The ids of each prompt; others have their turn between two pieces."""
+    """Parse the ids of each prompt; the event loop runs between two pieces."""
     found: list[bytes] = []
     media: list[tuple[PlacedMedia, ...]] = []
     for prompt in rendered_prompts(answer, len(question.request.prompts)):
@@ -422,7 +427,7 @@ async def _read(answer: bytes, question: Question) -> PromptTokens:
 
 
 def _can_be_tokenized(question: Question) -> bool:
-    """Whether /tokenize makes of the body what the engine would: it takes one text, and all of it."""
+    """Return True if /tokenize returns the engine's tokens: for one text that is not truncated."""
     return len(question.request.prompts) == 1 and not _is_set(question, "truncate_prompt_tokens")
 
 
@@ -433,15 +438,15 @@ def _is_set(question: Question, member: str) -> bool:
 
 
 def without_tensors(body: bytes) -> bytes:
-    """A body that asks for a prompt without what was computed of its media, all else as it was."""
+    """Return a body that requests no computed tensors of media, and is otherwise unchanged."""
     members, _, blanks = body.rpartition(b"}")
     return members + b',"return_mm_kwargs":false}' + blanks
 
 
 def one_token_more(body: bytes) -> bytes:
-    """A body that asks for one token of output, all else as it was: to render it needs no more room.
+    """Return a body that requests one output token, which needs the least room to render.
 
-    As it is where the prompt is to be cut, which goes by the room that is left.
+    A body with truncation is unchanged, because the truncation depends on the room that is left.
     """
     members = _decode_members(body)
     if bytes(members.get("truncate_prompt_tokens", b"null")) != b"null":

@@ -1,4 +1,4 @@
-"""Lets a request wait until its tokens are known, for a short while: `core/protocol/waiting`."""
+"""Let a request wait briefly until its tokens are known (`core/protocol/waiting`)."""
 
 import asyncio
 import time
@@ -21,22 +21,23 @@ from epp.shell.engines.tokens.question import (
 )
 
 WAITING_MAX: Final = 1_024
-"""Requests that wait at once."""
+"""Maximum number of waiting requests."""
 BODY_BYTES_MAX: Final = 2 * 1024 * 1024
-"""Of longer ones the tokens are not asked: half a million take a second, and no engine a third of
-them."""
+"""Maximum size of a body whose tokens are requested.
+
+Half a million tokens take a second, and no engine accepts a third of them."""
 WITHOUT_TEXT: Final = frozenset({ApiKind.TOKENS, ApiKind.OPAQUE})
-"""Ids are there already, or nothing of the prompt is."""
+"""APIs whose prompts are ids already, or are unknown."""
 _FAULTS: Final = frozenset(
     {TokensResult.TIMEOUT, TokensResult.FAILED, TokensResult.INVALID, TokensResult.DEFECT}
 )
-"""Of the backend: so many in a row and it is left alone."""
+"""Failures of the backend; several in a row open its circuit."""
 
 _log = structlog.get_logger(__name__)
 
 
 class TokensObserver(Protocol):
-    """Is told how each question ended; must not raise."""
+    """An observer of results. It must not raise."""
 
     def tokens_asked(
         self, backend: str, result: TokensResult, waited_s: Seconds, tokens: int
@@ -44,10 +45,9 @@ class TokensObserver(Protocol):
 
 
 class TokenResolver:
-    """A `Resolver`, of one backend, for requests whose tokens are not there.
+    """A `Resolver` with one backend, for requests whose tokens are unknown.
 
-    Whatever happens, a request is resumed once, at the latest after `timeout_s`, or nobody waits for
-    it any more.
+    Every request is resumed exactly once, at the latest after `timeout_s`, unless it is cancelled.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class TokenResolver:
         *,
         asks: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """`asks`: whether the ids of one more prompt of a model are worth to be found out."""
+        """`asks` returns True if the ids of another prompt of a model are useful."""
         self.backend = backend
         self.timeout_s = timeout_s
         self._observer = observer
@@ -71,7 +71,7 @@ class TokenResolver:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait now."""
+        """Number of waiting requests."""
         return len(self._waits)
 
     @property
@@ -102,7 +102,7 @@ class TokenResolver:
         try:
             return self.backend.refuses(question)
         except Exception:  # noqa: BLE001  the boundary of a backend
-            _log.exception("the tokens of a prompt were not asked for")
+            _log.exception("tokens of a prompt not requested")
             return TokensResult.DEFECT
 
     def began(self, wait: "_TokenWait") -> None:
@@ -111,7 +111,7 @@ class TokenResolver:
     def ended(
         self, wait: "_TokenWait", result: TokensResult | None, began_s: Seconds, tokens: int
     ) -> None:
-        """None: nobody waited any more."""
+        """Record the end of a wait; `result` is None if it was cancelled."""
         self._waits.discard(wait)
         if result is None:
             return
@@ -120,7 +120,7 @@ class TokenResolver:
             self._breaker.succeeded()
         elif self._breaker.failed(now):
             _log.warning(
-                "tokens cannot be had, prompts are measured by their bytes for a while",
+                "no tokens available, prompts are measured by their bytes for a while",
                 backend=self.backend.name,
                 problem=result.value,
             )
@@ -131,14 +131,14 @@ class TokenResolver:
         self._observer.tokens_asked(self.backend.name, result, waited_s, tokens)
 
     def close(self) -> None:
-        """Who waits is resumed without tokens."""
+        """Resume all waiting requests without tokens."""
         for wait in list(self._waits):
             wait.give_up(TokensResult.FAILED)
         self.backend.close()
 
 
 class _TokenWait:
-    """One request that waits."""
+    """One waiting request."""
 
     __slots__ = ("_began_s", "_expiry", "_question", "_resolver", "_resume", "_task")
 
@@ -155,11 +155,11 @@ class _TokenWait:
         self._task = loop.create_task(self._find())
 
     def cancel(self) -> None:
-        """The client left, or the gateway answered: nobody asks any more."""
+        """Cancel the wait, because the client left or the gateway answered."""
         self._end(None, 0)
 
     def give_up(self, result: TokensResult) -> None:
-        """Go on without tokens."""
+        """Resume the request without tokens."""
         resume = self._end(result, 0)
         if resume is not None:
             resume(self._question.request)
@@ -172,14 +172,14 @@ class _TokenWait:
         try:
             found = await self._resolver.backend.find(self._question)
         except asyncio.CancelledError:
-            # By `_end`; or by what the backend awaited, and then nobody else goes on with it.
+            # `_end` cancelled the task. If the backend did, nothing else would resume the request.
             self.give_up(TokensResult.DEFECT)
             raise
         except TokensUnknownError as unknown:
             self.give_up(unknown.result)
             return
-        except Exception:  # noqa: BLE001  the boundary of a backend: a defect costs one prompt's tokens
-            _log.exception("the tokens of a prompt were not found out")
+        except Exception:  # noqa: BLE001  the boundary of a backend: a defect only loses one prompt's tokens
+            _log.exception("tokens of a prompt not determined")
             self.give_up(TokensResult.DEFECT)
             return
         resume = self._end(TokensResult.FOUND, sum(map(len, found.ids)) // ID_BYTES)
@@ -189,7 +189,7 @@ class _TokenWait:
             resume(structs.replace(request, moment=moment))
 
     def _end(self, result: TokensResult | None, tokens: int) -> Resume | None:
-        """What is to be called now; None: it was, or is not to be."""
+        """Return the function to call now, or None if the wait has ended already."""
         resume, self._resume = self._resume, None
         if resume is None:
             return None

@@ -1,8 +1,8 @@
-"""Ids of the parts of prompts that came before. Used in the worker process alone.
+"""Cache the ids of parts of earlier prompts.
 
-A conversation comes again and again, each time a message longer. Its text is rendered in whole each
-time, because templates change what they wrote before; but cut at special tokens, where a cut changes
-no id, only the parts that are new have to be encoded.
+This module is used only in the worker process. A conversation returns repeatedly, each time one
+message longer. Its text is rendered completely each time, because templates change earlier output.
+Split at special tokens, which changes no id, only the new parts need to be encoded.
 """
 
 from collections import OrderedDict
@@ -12,11 +12,11 @@ from typing import Final, Protocol
 import xxhash
 
 CACHE_BYTES_MAX: Final = 64 * 1024 * 1024
-"""16 million ids and what else is kept of them."""
+"""Maximum size of the cache in bytes: about 16 million ids with overhead."""
 ENTRY_BYTES: Final = 200
-"""What one takes besides its ids."""
+"""Size of an entry in bytes without its ids."""
 PART_CHARACTERS_MIN: Final = 64
-"""To encode a shorter one takes no longer than to look it up."""
+"""Minimum length of a cached part; encoding a shorter one is as fast as finding it."""
 
 
 class Encodes(Protocol):
@@ -25,7 +25,7 @@ class Encodes(Protocol):
 
 
 class SegmentCache:
-    """Of all models together. Parts are known by 128 bits of a hash with the model."""
+    """A cache for all models; its keys are 128-bit hashes of model and part."""
 
     def __init__(self, bytes_max: int = CACHE_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
@@ -38,7 +38,7 @@ class SegmentCache:
         return len(self._ids)
 
     def ids_of(self, model: str, encoder: Encodes, text: str) -> bytes:
-        """The ids of `text`, packed."""
+        """Return the packed ids of `text`."""
         return b"".join(self._each(model, encoder, encoder.parts_of(text)))
 
     def _each(self, model: str, encoder: Encodes, parts: Iterable[str]) -> Iterable[bytes]:

@@ -1,4 +1,4 @@
-"""The token producer that the configuration in force names, and what runs for it."""
+"""The token producer of the current configuration, with its background work."""
 
 import asyncio
 from collections import deque
@@ -20,61 +20,65 @@ from epp.shell.engines.tokens.renderer import Renderer, tls_of
 from epp.shell.engines.tokens.resolver import WITHOUT_TEXT, TokenResolver, TokensObserver
 
 SERVED_MAX: Final = 256
-"""Requests that wait to be compared; of more the oldest are not."""
+"""Maximum number of requests that wait for comparison; the oldest are dropped."""
 LOOKED_AT_MAX: Final = 64
-"""In one turn."""
+"""Maximum number of comparisons per turn."""
 TOLD_S_MAX: Final[Seconds] = 1.0
-"""Until an engine has told what it stored of a prompt, after it has served it."""
+"""Time in seconds after which an engine has reported the blocks of a prompt that it served."""
 
 _log = structlog.get_logger(__name__)
 
 
 class Compared(StrEnum):
-    """Whether the ids of a prompt are those that the engine stored."""
+    """The result of comparing a prompt's ids with those that the engine stored."""
 
     AGREES = "agrees"
     DIFFERS = "differs"
 
 
 class TokensSnapshot(Struct, frozen=True, kw_only=True):
-    """For metrics and pages."""
+    """Figures for metrics and pages."""
 
     backend: str
     waiting: int = 0
     circuit_open: bool = False
     results: Mapping[str, int] = field(default_factory=dict)
-    """`TokensResult` -> questions."""
+    """Number of requests by `TokensResult`."""
     compared: Mapping[str, int] = field(default_factory=dict)
-    """`Compared` -> prompts whose ids were compared with the engine's."""
+    """Number of prompts compared with the engine's ids, by `Compared`."""
 
 
 class _Served(Struct, frozen=True):
-    """A request whose blocks the engine may not have told yet."""
+    """A request whose blocks the engine may not have reported yet."""
 
     request: InferenceRequest
     endpoint: Endpoint
     held: Held
-    """When it was served, and what was told since."""
+    """Blocks stored when it was served; updated by later reports."""
     at_s: Seconds
 
 
 class Prepared(Struct, frozen=True):
-    """A producer that may come into force."""
+    """A producer that is ready to be used."""
 
     settings: TokenProducer
     resolver: TokenResolver | None
 
 
 class Tokens:
-    """`resolver` is what sessions ask; None: prompts are measured by their bytes, and nobody waits."""
+    """The token producer.
+
+    `resolver` is used by sessions, or is None if prompts are measured by bytes.
+    """
 
     def __init__(
         self,
         observer: TokensObserver,
         held: Callable[[InferenceRequest, Endpoint], Held | None] = lambda *_: None,
     ) -> None:
-        """`held` says how much of a request the engine of an endpoint has stored, as it tells, and
-        keeps its answer up to date.
+        """`held` returns how much of a request an endpoint's engine reports as cached.
+
+        Its result is updated by later reports.
         """
         self._observer = observer
         self._held = held
@@ -83,14 +87,14 @@ class Tokens:
         self._changed = asyncio.Event()
         self._agreement = Agreement()
         self._results: dict[str, dict[TokensResult, int]] = {}
-        """Of backends that are no more in force."""
+        """Results of backends that are no longer used."""
         self._compared: dict[str, dict[Compared, int]] = {}
-        """By backend, since the start."""
+        """Results by backend since the start."""
         self._served: deque[_Served] = deque(maxlen=SERVED_MAX)
         self.resolver: TokenResolver | None = None
 
     def prepare(self, settings: TokenProducer) -> Prepared:
-        """What `settings` ask for; changes nothing yet. Raises `ConfigError`."""
+        """Build the producer for `settings` without using it yet. Raises `ConfigError`."""
         if settings == self._settings:
             return Prepared(settings, self.resolver)
         match settings.backend:
@@ -100,7 +104,7 @@ class Tokens:
                 renderer = settings.renderer
                 backend: Renderer | LocalWorker = Renderer(renderer, tls_of(renderer))
             case Backend.LOCAL:
-                assert settings.local is not None, "the backend is what is given"
+                assert settings.local is not None, "the backend implies these settings"
                 backend = LocalWorker(settings.local, settings.model_name)
         resolver = TokenResolver(
             backend, settings.tokenize_timeout, self._observer, asks=self._asks
@@ -108,7 +112,7 @@ class Tokens:
         return Prepared(settings, resolver)
 
     def accept(self, prepared: Prepared) -> None:
-        """`prepared` is in force from now on."""
+        """Use `prepared` from now on."""
         before, self.resolver = self.resolver, prepared.resolver
         self._settings = prepared.settings
         if before is prepared.resolver:
@@ -124,13 +128,13 @@ class Tokens:
         self._changed.set()
 
     def replace(self, endpoints: Sequence[Endpoint]) -> None:
-        """The pool is now `endpoints`."""
+        """Replace the endpoints of the pool."""
         self._endpoints = endpoints
         if self.resolver is not None and isinstance(self.resolver.backend, Renderer):
             self.resolver.backend.replace(endpoints)
 
     async def run(self) -> None:
-        """What the backend in force does beside the questions, until cancelled."""
+        """Run the background work of the current backend until cancelled."""
         while True:
             self._changed.clear()
             resolver = self.resolver
@@ -143,10 +147,11 @@ class Tokens:
                 running.cancel()
 
     def served(self, request: InferenceRequest, endpoint: Endpoint, now: Seconds) -> None:
-        """`endpoint` has served `request`, which is as its lease keeps it: without its prompt.
+        """Compare the ids of `request`, which `endpoint` has served, with those that the engine
+        stored.
 
-        What its engine stored of it, it told in the ids of its own events: their keys are compared
-        with those of ours.
+        The engine reports its stored blocks with the ids in its own events. The request no longer
+        has its prompt, so that the keys of blocks are compared.
         """
         if self.resolver is None or request.api in WITHOUT_TEXT or not request.token_chains:
             return
@@ -159,10 +164,10 @@ class Tokens:
             self._served.append(_Served(request, endpoint, held, now))
 
     def look(self, now: Seconds) -> None:
-        """Compare what was served a while ago and was not told then; about once a second.
+        """Compare requests that were served a while ago; call it about once a second.
 
-        It differs only if the engine has told all since, and nothing of what it told is forgotten: what it
-        stored and has evicted since it has stored.
+        A difference counts only if the engine reported everything since then and no report was
+        forgotten. A block that was stored and evicted counts as stored.
         """
         served = self._served
         for _ in range(LOOKED_AT_MAX):
@@ -184,8 +189,8 @@ class Tokens:
         disagreement = self._agreement.note(model, same_tokens)
         if disagreement is not None:
             _log.warning(
-                "the token ids of a model are not the engine's: its tokenizer, chat template or "
-                "special tokens differ; its prompts are measured by their bytes",
+                "token ids differ from the engine's: tokenizer, chat template or special tokens "
+                "differ; prompts are measured by their bytes",
                 model=disagreement.model,
                 backend=self.resolver.backend.name,
                 compared=disagreement.compared,
@@ -197,11 +202,11 @@ class Tokens:
         return self._agreement.asks(model)
 
     def exact(self, model: str) -> bool:
-        """Whether nothing speaks against taking our ids for the engine's."""
+        """Return True if no comparison contradicts the ids for this model."""
         return self._agreement.exact(model)
 
     def snapshots(self) -> list[TokensSnapshot]:
-        """Of the backend in force first; () where there never was one."""
+        """Return the figures of all backends so far, the current one first."""
         found: dict[str, TokensSnapshot] = {}
         resolver = self.resolver
         names = [] if resolver is None else [resolver.backend.name]
@@ -222,7 +227,7 @@ class Tokens:
         return list(found.values())
 
     def described(self) -> dict[str, object]:
-        """For who debugs; nothing of a prompt."""
+        """Return a description for debugging, without content of prompts."""
         resolver = self.resolver
         compared = [
             {

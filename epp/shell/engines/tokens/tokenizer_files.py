@@ -1,4 +1,7 @@
-"""Where the tokenizers of models are, among the files that are mounted. Used in the worker alone."""
+"""Find the tokenizers of models among mounted files.
+
+This module is used only in the worker process.
+"""
 
 import os
 from collections.abc import Mapping
@@ -10,9 +13,9 @@ import msgspec
 from epp.configuration.token_producer import LocalTokenizers
 
 MODELS_MAX: Final = 64
-"""Models that are found in a folder."""
+"""Maximum number of models found in a folder."""
 FOLDERS_MAX: Final = 10_000
-"""Folders that are looked into for them."""
+"""Maximum number of folders that are searched."""
 _DEPTH_MAX: Final = 6
 TOKENIZER: Final = "tokenizer.json"
 _CONFIG: Final = "tokenizer_config.json"
@@ -23,11 +26,11 @@ _SPECIAL: Final = (
     "additional_special_tokens",
 )
 _CACHED: Final = "models--"
-"""What a folder of the hub's cache begins with; in it are `snapshots` of revisions."""
+"""Prefix of a model's folder in the Hugging Face cache, which contains `snapshots` of revisions."""
 
 
 def files_of(settings: LocalTokenizers) -> dict[str, Path]:
-    """Model -> its `tokenizer.json`. What the map says goes before what is found."""
+    """Return the `tokenizer.json` of each model; configured paths take precedence over found ones."""
     found = _discovered(Path(settings.auto_discovery_dir)) if settings.auto_discovery_dir else {}
     for model, place in settings.model_tokenizer_map.items():
         path = Path(place)
@@ -36,7 +39,7 @@ def files_of(settings: LocalTokenizers) -> dict[str, Path]:
 
 
 def _discovered(top: Path) -> dict[str, Path]:
-    """By the path below `top`; of the top itself by its name."""
+    """Return tokenizers by their path below `top`; one in `top` itself has the folder's name."""
     found: dict[str, Path] = {}
     for seen, (folder, below, files) in enumerate(os.walk(top, followlinks=True)):
         here = Path(folder)
@@ -56,21 +59,24 @@ def _model_of(parts: tuple[str, ...]) -> str:
 
 
 class TokenizerConfig(msgspec.Struct, frozen=True):
-    """What lies beside a `tokenizer.json`."""
+    """The configuration beside a `tokenizer.json`."""
 
     templates: Mapping[str, str]
-    """By name; "default" is the usual one, "tool_use" that for requests with tools."""
+    """Templates by name; "default" is the usual one, and "tool_use" is for requests with tools."""
     special: Mapping[str, Any]
 
     def template(self, *, tools: bool) -> str:
-        """Empty where there is none."""
+        """Return the template, or "" if there is none."""
         if tools and "tool_use" in self.templates:
             return self.templates["tool_use"]
         return self.templates.get("default", "")
 
 
 def read_config(folder: Path) -> TokenizerConfig:
-    """Raises `OSError` and `ValueError`; a file that is missing says nothing."""
+    """Read the configuration in `folder`; missing files are ignored.
+
+    Raises `OSError` and `ValueError`.
+    """
     config = _json(folder / _CONFIG)
     templates = _templates_of(config.get("chat_template"))
     for name in _TEMPLATES:

@@ -1,8 +1,8 @@
-"""The process that makes ids of prompts: `python -m epp.shell.engines.tokens.worker`.
+"""The process that tokenizes prompts: `python -m epp.shell.engines.tokens.worker`.
 
-It is a process because nothing less is quiet: `tokenizers` holds Python's lock while it encodes, and
-a template is Python. One question at a time, asked and answered by frames on standard input and
-output; it ends when its input does. It writes nothing else, least of all anything of a prompt.
+It is a separate process because `tokenizers` holds Python's lock while it encodes, and a template
+is Python code. It answers one request at a time, with frames on standard input and output, and ends
+when its input ends. It writes nothing else, and in particular nothing of a prompt.
 """
 
 import os
@@ -37,11 +37,11 @@ from epp.shell.engines.tokens.segments import SegmentCache
 from epp.shell.engines.tokens.tokenizer_files import files_of, read_config
 
 PROMPTS_MAX: Final = 2_048
-"""Of one request; the picker remembers no more."""
+"""Maximum number of prompts per request, like in the picker."""
 LOADED_MAX: Final = 8
-"""Models at once; one takes about 100 MB."""
+"""Maximum number of loaded models; one takes about 100 MB."""
 NICE: Final = 5
-"""Of two that want the same processor the one that answers gateways goes first."""
+"""Niceness of the process, so that the picker takes precedence on a shared processor."""
 NEEDED: Final = (
     "the local tokenizer backend needs the extra `tokens`: pip install homing-epp[tokens]"
 )
@@ -51,7 +51,7 @@ _decode_body = msgspec.json.Decoder(dict[str, Any]).decode
 
 class _Model:
     def __init__(self, file: Path, settings: LocalTokenizers) -> None:
-        # Imported where they are needed: the picker itself has no use for them.
+        # These imports happen here because the picker itself does not need them.
         from epp.shell.engines.tokens.chat_template import ChatTemplate  # noqa: PLC0415
         from epp.shell.engines.tokens.encoders import TextEncoder  # noqa: PLC0415
 
@@ -74,7 +74,7 @@ class _Model:
 
 
 class Worker:
-    """Answers messages, one at a time. Whatever fails is an answer too."""
+    """A worker that answers one message at a time; a failure is an answer too."""
 
     def __init__(self) -> None:
         self._settings: LocalTokenizers | None = None
@@ -103,16 +103,16 @@ class Worker:
         return Ready(tuple(self._files))
 
     def _load(self, model: str) -> Loaded:
-        assert self._settings is not None, "Begin comes first"
+        assert self._settings is not None, "Begin must come first"
         began_s = time.monotonic()
         file = self._files.get(model)
         if file is None:
-            return Loaded(model, "there is no tokenizer of that name")
+            return Loaded(model, "no tokenizer has this name")
         if len(self._models) >= LOADED_MAX and model not in self._models:
-            return Loaded(model, f"{LOADED_MAX} tokenizers are loaded, which is as many as may be")
+            return Loaded(model, f"{LOADED_MAX} tokenizers are loaded, which is the maximum")
         try:
             known = self._models[model] = _Model(file, self._settings)
-        except Exception as error:  # noqa: BLE001  files of strangers, read by two libraries
+        except Exception as error:  # noqa: BLE001  untrusted files, read by two libraries
             return Loaded(model, f"{file} cannot be used: {_said(error)}")
         return Loaded(
             model,
@@ -132,7 +132,7 @@ class Worker:
             ids, result = (), refused.result
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException:  # noqa: BLE001  whatever a prompt can do to two libraries and a template
+        except BaseException:  # noqa: BLE001  anything that a prompt may cause in two libraries and a template
             ids, result = (), TokensResult.FAILED
         told = cache.hits - known, cache.misses - new, cache.held_bytes
         return Done(ids, result.value, *told)
@@ -168,7 +168,7 @@ class Worker:
         around = body.get("add_special_tokens") is True
         ids = self._text_ids(job.model, model, text, around=around)
         if job.api is ApiKind.RESPONSES and model.encoder.surrounded(ids) != ids:
-            # vLLM puts the special tokens of a tokenizer round it once more, by release.
+            # vLLM adds the special tokens of a tokenizer once more, depending on the release.
             raise _RefusedError(TokensResult.UNSUPPORTED)
         return (ids,)
 
@@ -188,13 +188,13 @@ class _RefusedError(Exception):
 
 
 def _said(error: Exception) -> str:
-    """Our own sentences as they are; of others' errors the type, for they may quote a file."""
+    """Return the picker's own sentences, or only the type of other errors, which may quote a file."""
     ours = type(error).__module__.startswith("epp.")
     return str(error) if ours else type(error).__name__
 
 
 def serve(source: BinaryIO, sink: BinaryIO) -> None:
-    """Answer until `source` ends."""
+    """Answer requests until `source` ends."""
     worker = Worker()
     while True:
         head = source.read(LENGTH_BYTES)
@@ -209,10 +209,10 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
 
 
 def main() -> None:
-    # Threads of the library take the processors of those who serve.
+    # Threads of the library would take processors from the picker.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
-    # Nothing is loaded from there; and nothing can be.
+    # Nothing is loaded from the hub, and this makes it impossible.
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.nice(NICE)
     try:

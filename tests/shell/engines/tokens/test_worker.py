@@ -92,7 +92,7 @@ def test_so_many_are_loaded_and_no_more(folder):
     worker = Worker()
     worker.answer(begin(folder, model_tokenizer_map=names))
     worker._models = dict.fromkeys(list(names)[:LOADED_MAX])
-    assert "as many as may be" in worker.answer(Load(f"m{LOADED_MAX}")).problem
+    assert "which is the maximum" in worker.answer(Load(f"m{LOADED_MAX}")).problem
 
 
 def test_a_turn_that_was_there_is_not_encoded_again(worker):

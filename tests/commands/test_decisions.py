@@ -73,7 +73,7 @@ def test_one_request_is_explained_from_files(kept, capsys):
     text = capsys.readouterr().out
     assert "request r-7 (model qwen, priority 0)" in text
     assert "configuration generation 3" in text
-    assert "why not pod-9: what would tell is not kept any more" in text
+    assert "why not pod-9: the reason is no longer recorded" in text
     assert "ended: 503" in text
     assert "(slow)" in text
     runner_up = text.split("runner-up ")[1].split(" (")[0]
@@ -93,7 +93,7 @@ def test_what_a_cost_was_made_of_is_told_from_files_too(tmp_path, capsys):
     (past,) = decisions(keeping.read())
     assert past.setting.costs == (scorer.plugin,)
     assert main(["explain", "r-7", f"--dir={tmp_path}"]) == 0
-    assert "  added-time-scorer of pod-" in capsys.readouterr().out
+    assert "  cost by added-time-scorer for pod-" in capsys.readouterr().out
 
 
 def test_nothing_in_the_files_can_steer_a_terminal(tmp_path):

@@ -5,7 +5,7 @@ import json
 from epp.__main__ import main
 from tests.commands.test_debug_client import Server, answer
 
-KNOWN = answer(body=b"request r-1\n  went to pod-\x1b[2J3\n")
+KNOWN = answer(body=b"request r-1\n  routed to pod-\x1b[2J3\n")
 UNKNOWN = answer("404 Not Found", b"no request r-1 was decided or refused here\n")
 
 
@@ -15,7 +15,7 @@ def test_what_a_picker_tells_is_printed(capsys):
         assert main(["explain", "r 1/&", "--url", server.url]) == 0
     assert server.asked[0].startswith(b"GET /debug/explain?request_id=r%201%2F%26 HTTP")
     shown = capsys.readouterr()
-    assert shown.out == "request r-1\n  went to pod-\\x1b[2J3\n"
+    assert shown.out == "request r-1\n  routed to pod-\\x1b[2J3\n"
     assert shown.err == ""
 
 

@@ -1,1 +1,1 @@
-"""Touches those who run it: metrics, logs, debug pages."""
+"""Interfaces for operators: metrics, logs, debug pages, traces, captures and recorded decisions."""

@@ -1,9 +1,9 @@
-"""`--capture`: what requests ask and where they go, in files, at no decision's expense.
+"""Implement `--capture`: write requests and their routing to files, without delaying decisions.
 
-The event loop puts notes into a queue that is bounded in number and bytes; what does not fit is
-dropped, counted, and missing in the files, which say so. A thread takes them out in slices so small
-that the loop never waits for it longer than for a garbage collection, hashes what clients wrote,
-and writes. A disk that is full, slow or not to be written costs notes and nothing else.
+The event loop adds notes to a queue with limited number and bytes. A note that does not fit is
+dropped, counted, and reported as missing in the files. A thread takes notes from the queue in
+slices, hashes what clients wrote, and writes. Slices are so small that the event loop never waits
+longer than for a garbage collection. A full, slow or read-only disk only loses notes.
 """
 
 import secrets
@@ -28,31 +28,31 @@ from epp.shell.files.writing_thread import beside_the_loop
 from epp.shell.starting import StartError
 
 NOTES_MAX: Final = 16_384
-"""In the queue: at 1,000 requests a second those of four seconds."""
+"""Maximum number of queued notes: four seconds at 1,000 requests a second."""
 NOTES_BYTES_MAX: Final = 32 * 2**20
-"""Of what is in the queue, as `_size_of` estimates it."""
+"""Maximum size of queued notes in bytes, as estimated by `_size_of`."""
 _NOTE_BYTES: Final = 400
 _ADAPTER_BYTES: Final = 100
 _MEMBER_BYTES: Final = 500
 SLICE_S: Final = 0.000_5
-"""For so long notes become lines before the thread lets go."""
+"""Time in seconds for which notes are converted to lines before the thread yields."""
 SLICE_PAUSE_S: Final = 0.005
-"""Between two slices: to take turns costs both threads more than a few notes do."""
+"""Pause in seconds between slices; switching threads takes more time than a few notes."""
 BACKLOG_NOTES: Final = NOTES_MAX // 4
-"""With more in the queue a pause is a tenth as long, so that a burst does not fill it."""
+"""Number of queued notes above which pauses are a tenth as long, so that a burst fits."""
 FLUSH_BYTES: Final = 256 * 1024
 FLUSH_S: Final = 1.0
 POLL_S: Final = 0.1
 RETRY_S: Final = 10.0
-"""After a failure of the disk."""
+"""Time in seconds after a failure of the disk until the next attempt."""
 CLOSE_S_MAX: Final = 3.0
-"""At the end the disk gets no longer."""
+"""Maximum time in seconds to wait for the disk at shutdown."""
 
 _log = structlog.get_logger(__name__)
 
 
 class CaptureLimits(Struct, frozen=True, kw_only=True):
-    """Of the files, a pair counted as one."""
+    """Limits of the files; a pair of files counts as one."""
 
     file_bytes_max: int = 64 * 2**20
     file_age_max_s: Seconds = 600.0
@@ -60,20 +60,20 @@ class CaptureLimits(Struct, frozen=True, kw_only=True):
 
 
 class CaptureSnapshot(Struct, frozen=True, kw_only=True):
-    """For a page of metrics."""
+    """Figures about the capture for a metrics page."""
 
     requests: int
-    """Lines written."""
+    """Number of written request lines."""
     events: int
     dropped: dict[str, int]
-    """Why -> notes."""
+    """Number of dropped notes by reason."""
     write_errors: int
     bytes: int
-    """Of the folder."""
+    """Size of all files in the folder."""
 
 
 def read_salt(path: str) -> bytes:
-    """The salt in the file at `path`, without blanks around it. Raises `StartError`."""
+    """Return the salt in the file at `path` without surrounding blanks. Raises `StartError`."""
     try:
         with Path(path).open("rb") as file:
             salt = file.read(SALT_BYTES_MAX + 64).strip()
@@ -88,7 +88,10 @@ def read_salt(path: str) -> bytes:
 
 
 class Capture:
-    """One process' capture. `tell` and `configured` are for the event loop, `run` is its task."""
+    """The capture of one process.
+
+    The event loop calls `tell` and `configured`, and `run` is a task.
+    """
 
     def __init__(
         self,
@@ -100,7 +103,7 @@ class Capture:
         limits: CaptureLimits,
         close_s_max: Seconds = CLOSE_S_MAX,
     ) -> None:
-        """`salt` None: one is drawn, and ends with the process."""
+        """If `salt` is None, a random one is used until the process ends."""
         self._close_s_max = close_s_max
         salted = Salt(secrets.token_bytes(32) if salt is None else salt)
         started = datetime.now(UTC)
@@ -120,16 +123,16 @@ class Capture:
         )
         self._limits = limits
         self._queue: deque[tuple[Note, int]] = deque()
-        # Each of these is written by one thread only.
+        # Only one thread writes each of these attributes.
         self._bytes_put = 0
         self._bytes_taken = 0
         self._lost = 0
         self._dropped_by_queue = 0
         self._dropped_by_disk = 0
         self._unwritten = 0
-        """Notes that became lines which are not in a file yet."""
+        """Number of notes in lines that are not in a file yet."""
         self._missing = 0
-        """Notes that the next file does not have."""
+        """Number of notes that are missing before the next file."""
         self._write_errors = 0
         self._healthy = True
         self._retry_at_s: Seconds = 0.0
@@ -138,7 +141,7 @@ class Capture:
         self._stopping = threading.Event()
 
     def tell(self, note: Note) -> None:
-        """Take a note, or drop it; returns at once."""
+        """Queue or drop a note without blocking."""
         size = _size_of(note)
         queue = self._queue
         if len(queue) >= NOTES_MAX or self._bytes_put - self._bytes_taken + size > NOTES_BYTES_MAX:
@@ -152,12 +155,12 @@ class Capture:
         self._bytes_put += size
 
     def configured(self, live: LiveConfiguration, endpoints: int) -> None:
-        """What `live` says is in force, for a pool of so many `endpoints`."""
+        """Record the configuration in force for a pool of `endpoints`."""
         self.tell(live.told(endpoints))
 
     def failed(self, error: Exception) -> None:
-        """The witness has a defect: nothing more will be captured."""
-        _log.error("the capture failed and ends here, requests go on", exc_info=error)
+        """Stop capturing after a defect of the witness."""
+        _log.error("capture failed and has ended, requests continue", exc_info=error)
         self._write_errors += 1
 
     def snapshot(self) -> CaptureSnapshot:
@@ -170,10 +173,10 @@ class Capture:
         )
 
     async def run(self) -> None:
-        """Write until cancelled, then what is left, as long as the disk is quick."""
+        """Write until cancelled, then write the rest if the disk is fast enough."""
         await beside_the_loop("capture", self._work, self._stopping, self._close_s_max)
 
-    # The thread.
+    # The methods below run in the thread.
 
     def _work(self) -> None:
         try:
@@ -183,10 +186,10 @@ class Capture:
             self.end_files()
         except Exception as error:  # noqa: BLE001  the boundary of a thread
             self._write_errors += 1
-            _log.error("the capture failed and ends here, requests go on", exc_info=error)
+            _log.error("capture failed and has ended, requests continue", exc_info=error)
 
     def write_queued(self) -> None:
-        """Bring what is in the queue to the disk, as far as it is due."""
+        """Convert queued notes to lines, and write lines that are due."""
         queue, clock = self._queue, time.monotonic
         while queue:
             now = clock()
@@ -196,14 +199,14 @@ class Capture:
                 self._bytes_taken += size
                 self._take(note, now)
                 now = clock()
-            # The event loop shall not wait for the interpreter until we have done all.
+            # The pause lets the event loop use the interpreter before all notes are converted.
             time.sleep(SLICE_PAUSE_S if len(queue) < BACKLOG_NOTES else SLICE_PAUSE_S / 10)
         now = clock()
         if now >= self._flushed_s + FLUSH_S:
             self._flush(now)
 
     def end_files(self) -> None:
-        """Write what has not ended, and leave the pair as it is."""
+        """Write requests that have not ended, and close the pair of files."""
         now = time.monotonic()
         if not self._folder.is_open:
             self._begin(now)
@@ -223,7 +226,7 @@ class Capture:
             self._flush(now)
 
     def _begin(self, now: Seconds) -> None:
-        """Open the next pair, if the disk may be tried again."""
+        """Open the next pair of files if the disk may be tried again."""
         if now < self._retry_at_s:
             return
         self._flush(now)
@@ -239,7 +242,7 @@ class Capture:
             self._missing = 0
 
     def _flush(self, now: Seconds) -> None:
-        """Write the lines that there are; without a file they are lost."""
+        """Write pending lines; they are lost if no file is open."""
         self._flushed_s = now
         requests, events = self._transcript.take()
         if not (requests or events):
@@ -256,7 +259,7 @@ class Capture:
             return
         if not self._healthy:
             self._healthy = True
-            _log.info("the capture is written again")
+            _log.info("capture is written again")
         limits = self._limits
         old = now >= self._file_began_s + limits.file_age_max_s
         if old or self._folder.segment_bytes >= limits.file_bytes_max:
@@ -272,14 +275,14 @@ class Capture:
         if self._healthy:
             self._healthy = False
             _log.error(
-                "the capture cannot be written, requests go on",
+                "capture cannot be written, requests continue",
                 problem=error.strerror,
                 retry_s=RETRY_S,
             )
 
 
 def _size_of(note: Note) -> int:
-    """About how many bytes it takes. What clients and engines can make long is counted."""
+    """Return the approximate size of a note in bytes, including text from clients and engines."""
     if isinstance(note, Decided):
         asked = note.asked
         return (

@@ -1,6 +1,7 @@
-"""What sessions and streams tell, as metrics and log lines. The only reader of the clock for it.
+"""Report events of sessions and streams as metrics and log lines.
 
-A defect here must not fail a request: what is raised is logged and counted, and goes no further.
+This is the only module that reads the clock for them. A defect here must not fail a request:
+exceptions are logged, counted and suppressed.
 """
 
 import math
@@ -25,12 +26,12 @@ from epp.shell.operators.metrics.telemetry import Telemetry
 from epp.shell.per_second import PerSecond
 
 OBJECTIVE_WARNING_S: Final = 60.0
-"""At most one warning in so many seconds; clients choose how often it happens."""
+"""Minimum time in seconds between warnings; clients determine how often the cause occurs."""
 FAILURES_PER_SECOND_MAX: Final = 1
-"""Lines about our own defects: one that happens with each request is told often enough."""
+"""Maximum number of log lines per second about defects, which may occur with each request."""
 
 _NOT_SERVED: Final = frozenset({None, *UPSTREAM_FAILURES})
-"""Statuses that say nothing good of an endpoint; None: no response was seen."""
+"""Statuses that do not show that an endpoint works; None means that no response was seen."""
 
 _log = structlog.get_logger(__name__)
 _Told = ParamSpec("_Told")
@@ -40,7 +41,7 @@ _Observer = TypeVar("_Observer", bound="Observation")
 def contained(
     tell: Callable[Concatenate[_Observer, _Told], None],
 ) -> Callable[Concatenate[_Observer, _Told], None]:
-    """`tell`, of which no exception comes out: it is counted, and logged now and then."""
+    """Wrap `tell` so that exceptions are counted and sometimes logged, but not raised."""
 
     @wraps(tell)
     def telling(observer: _Observer, /, *told: _Told.args, **more: _Told.kwargs) -> None:
@@ -57,17 +58,17 @@ def _since(exchange: Exchange, at_s: Seconds | None) -> Seconds | None:
 
 
 _USAGE_UNSEEN: Final = (
-    "--parse-response-usage has no effect: the gateway shows no response bodies, set its "
+    "--parse-response-usage has no effect because the gateway sends no response bodies: set its "
     "response_body_mode to STREAMED (`epp envoy-config --response-body-mode STREAMED`)"
 )
 _RESPONSES_UNSEEN: Final = (
-    "a gateway shows no responses: failing and slow endpoints cannot be seen or set aside, set its "
+    "a gateway sends no responses, so failing and slow endpoints cannot be detected: set its "
     "ext_proc response_header_mode to SEND"
 )
 
 
 class Observation:
-    """The observer of every session and of the server's streams."""
+    """The observer of all sessions and streams."""
 
     def __init__(
         self,
@@ -78,9 +79,11 @@ class Observation:
         picked: Callable[[Endpoint], None] = lambda _: None,
         served: Callable[[InferenceRequest, Endpoint, Seconds], None] = lambda *_: None,
     ) -> None:
-        """`recent`: keeps the last decisions and refusals for who debugs. `answered` is told of each
-        endpoint that has just served a request, `picked` of each that is about to get one, `served` of
-        each request that was served to its end.
+        """Configure the observer.
+
+        `recent` records decisions and refusals. `answered` receives each endpoint that served a
+        request, `picked` each endpoint that is about to get one, and `served` each request that
+        ended successfully.
         """
         self._telemetry = telemetry
         self._decisions = decisions
@@ -94,7 +97,7 @@ class Observation:
         self._usage_seen = True
 
     def could_not(self, event: str, error: Exception) -> None:
-        """Telling of `event` failed."""
+        """Count and log a failure to report `event`."""
         self._telemetry.telemetry_failed(event)
         if self._failures.admits(time.monotonic()):
             left_out = self._failures.left_out()
@@ -169,7 +172,7 @@ class Observation:
     @contained
     def completed(self, exchange: Exchange, outcome: Outcome, now: Seconds) -> None:
         decision, usage = exchange.decision, exchange.usage
-        assert decision is not None, "what completes was decided"
+        assert decision is not None, "a completed request was decided"
         lease = decision.leg.lease
         request = lease.request
         if exchange.first_output_at_s is not None:
@@ -210,7 +213,7 @@ class Observation:
     @contained
     def set_aside(self, endpoint: Endpoint) -> None:
         self._telemetry.set_aside(endpoint)
-        _log.warning("endpoint set aside until its next good scrape", endpoint=endpoint.name)
+        _log.warning("endpoint excluded until its next successful scrape", endpoint=endpoint.name)
 
     @contained
     def unknown_body_mode(self, mode: int) -> None:
@@ -223,7 +226,7 @@ class Observation:
         if now >= self._objective_warned_at_s + OBJECTIVE_WARNING_S:
             self._objective_warned_at_s = now
             _log.warning(
-                "requests name an objective that is not known: they have priority 0; "
+                "requests name an unknown objective and have priority 0; "
                 "homing_unknown_objective_total counts them"
             )
 
@@ -261,7 +264,7 @@ class Observation:
 
     @contained
     def stream_shed(self, refusal: Refusal) -> None:
-        # Not among the recent ones: there would soon be nothing else.
+        # Shed streams are not recorded individually, because they would displace all other records.
         self._telemetry.refused(refusal)
         self._decisions.refused(refusal, time.monotonic())
         if self._recent is not None:
@@ -273,6 +276,6 @@ class Observation:
 
     @contained
     def drain_cut(self, streams: int) -> None:
-        # From here on it is we who leave, not the client.
+        # From now on the picker ends streams, not the client.
         self._cut = True
         self._telemetry.drain_cut(streams)

@@ -165,14 +165,12 @@ async def test_a_disk_that_fails_costs_notes_alone(tmp_path, monkeypatch, what):
         for _ in range(5):
             live.run(20)
             capture.write_queued()
-        assert [line["event"] for line in lines] == [
-            "the capture cannot be written, requests go on"
-        ]
+        assert [line["event"] for line in lines] == ["capture cannot be written, requests continue"]
         assert str(tmp_path) not in str(lines)
         monkeypatch.setattr(SegmentFolder, what, works)
         live.run(20)
         capture.write_queued()
-        assert lines[-1]["event"] == "the capture is written again"
+        assert lines[-1]["event"] == "capture is written again"
     told = capture.snapshot()
     assert told.write_errors >= 5
     assert told.dropped["disk"] > 100
@@ -206,7 +204,7 @@ async def test_a_defect_of_the_thread_ends_the_capture_alone(tmp_path, monkeypat
         task = await started(capture)
         live = busy(capture, 30)
         await stop(task)
-    assert [line["event"] for line in lines] == ["the capture failed and ends here, requests go on"]
+    assert [line["event"] for line in lines] == ["capture failed and has ended, requests continue"]
     assert capture.snapshot().write_errors == 1
     assert len(live.decisions) == 30
 

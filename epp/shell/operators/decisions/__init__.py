@@ -1,1 +1,1 @@
-"""What is kept of decisions, in memory and in files, with the endpoints' states and the configuration of the time."""
+"""Records of decisions in memory and in files, with endpoint states and configurations."""

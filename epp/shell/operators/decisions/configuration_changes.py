@@ -1,4 +1,4 @@
-"""Which configuration is in force since when, what it changed, and what was refused since."""
+"""Track the configuration in force, its changes, and the last rejected document."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +8,7 @@ from msgspec import Struct, field
 from epp.core.types import Seconds
 
 CHANGES_MAX = 20
-"""Sentences of one change that are kept."""
+"""Maximum number of recorded sentences per change."""
 
 
 class Applied(Struct, frozen=True, kw_only=True):
@@ -18,34 +18,34 @@ class Applied(Struct, frozen=True, kw_only=True):
     hash: str = ""
     source: str = ""
     at_s: float = 0.0
-    """By the clock of the day."""
+    """Unix time in seconds."""
     changes: tuple[str, ...] = ()
-    """Against the one before, one sentence each; more than `CHANGES_MAX` are cut."""
+    """Differences from the previous document, one sentence each, at most `CHANGES_MAX`."""
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Of its scorers, by name."""
+    """Weights of the scorers by name."""
 
 
 class RefusedDocument(Struct, frozen=True, kw_only=True):
-    """A document that did not."""
+    """A document that was rejected."""
 
     at_s: float
     problem: str
 
 
 class ConfigurationChanges:
-    """Told by whoever applies documents; asked by the live view."""
+    """The current configuration and its last rejection, for the live view."""
 
     def __init__(
         self,
         clock: Callable[[], Seconds] = time.time,
         tell: Callable[[Applied | RefusedDocument], None] = lambda _: None,
     ) -> None:
-        """`clock` tells the time of the day; `tell` is told of each change."""
+        """`clock` returns Unix time, and `tell` is called with each change."""
         self._clock = clock
         self._tell = tell
         self.applied = Applied()
         self.refused: RefusedDocument | None = None
-        """The last one, if it is newer than what is in force."""
+        """Last rejected document if it is newer than the configuration in force, else None."""
 
     def apply(
         self,
@@ -55,7 +55,7 @@ class ConfigurationChanges:
         changes: Sequence[str],
         weights: Mapping[str, float],
     ) -> None:
-        """A document is in force from now on."""
+        """Record that a document came into force."""
         self.applied = Applied(
             generation=generation,
             hash=config_hash,
@@ -68,6 +68,6 @@ class ConfigurationChanges:
         self._tell(self.applied)
 
     def refuse(self, problem: str) -> None:
-        """A document was refused; the last good one stays."""
+        """Record that a document was rejected and the last valid one stays."""
         self.refused = RefusedDocument(at_s=self._clock(), problem=problem)
         self._tell(self.refused)

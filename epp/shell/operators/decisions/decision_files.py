@@ -1,4 +1,4 @@
-"""Reads what `DecisionHistory` wrote, beside a picker that writes or without one."""
+"""Read the files of `DecisionHistory`, with or without a picker that is writing them."""
 
 import gzip
 import os
@@ -57,32 +57,32 @@ from epp.shell.operators.decisions.history_format import (
 )
 
 OPEN_MAX: Final = 65_536
-"""Decisions whose end is looked for; of more the oldest are told without."""
+"""Maximum number of decisions that wait for their end; the oldest are returned without it."""
 ENDS_S: Final = 900.0
-"""An end is looked for so long after the last decision."""
+"""Time in seconds after the last decision for which ends are searched."""
 SLACK_S: Final = 60.0
-"""Between clocks, and between what is decided and what is written."""
+"""Tolerance in seconds for clocks, and between a decision and its record."""
 _NAME: Final = segment_name((KIND,), ENDING)
 _BROKEN: Final = (EOFError, gzip.BadGzipFile, zlib.error)
 _DAY: Final = timedelta(days=1)
 
 
 class HistoryError(Exception):
-    """Kept decisions cannot be read, or a question about them not understood: one sentence."""
+    """Recorded decisions cannot be read, or a query is invalid. The message is one sentence."""
 
 
 class PastDecision(Struct, frozen=True, kw_only=True):
-    """A decision, and how it ended."""
+    """A decision with its outcome."""
 
     at_s: float
     picker: str
     told: Decided
     setting: Setting
     states: States
-    """Of the endpoints that were not simply ready."""
+    """States of endpoints that were not simply ready."""
     end: Ended | None
     served: Served | None
-    """Address that the gateway went to instead."""
+    """Endpoint that the gateway used instead, or None."""
 
 
 class PastRefusal(Struct, frozen=True, kw_only=True):
@@ -93,7 +93,7 @@ class PastRefusal(Struct, frozen=True, kw_only=True):
 
 
 class PastStates(Struct, frozen=True, kw_only=True):
-    """From then on these endpoints were not simply ready, to this picker."""
+    """The states of endpoints that were not simply ready for this picker, from this time on."""
 
     at_s: float
     picker: str
@@ -101,7 +101,7 @@ class PastStates(Struct, frozen=True, kw_only=True):
 
 
 class PastChange(Struct, frozen=True, kw_only=True):
-    """A document came into force, or did not."""
+    """A document that came into force or was rejected."""
 
     at_s: float
     picker: str
@@ -109,7 +109,7 @@ class PastChange(Struct, frozen=True, kw_only=True):
 
 
 class PastLoss(Struct, frozen=True, kw_only=True):
-    """So many records are missing, from around then."""
+    """A number of missing records, from about this time on."""
 
     at_s: float
     picker: str
@@ -120,9 +120,9 @@ Past: TypeAlias = PastDecision | PastRefusal | PastStates | PastChange | PastLos
 
 
 def moment_of(text: str, now_s: float) -> float:
-    """A moment by the clock of the day: "02:10", the last such, a date with a time, or "30m" ago.
+    """Parse a time: "02:10" (the last one), a date with a time, or an age like "30m".
 
-    All in UTC unless it says otherwise. Raises `HistoryError`.
+    Return Unix time. Times are in UTC unless they have another zone. Raises `HistoryError`.
     """
     now = datetime.fromtimestamp(now_s, UTC)
     try:
@@ -135,14 +135,15 @@ def moment_of(text: str, now_s: float) -> float:
         return now_s - parse_duration(text)
     except ValueError as error:
         raise HistoryError(
-            f"{text!r} is no moment such as 02:10, 2026-03-02T02:10 or 30m, which is so long ago"
+            f"{text!r} is not a time such as 02:10 or 2026-03-02T02:10, or an age such as 30m"
         ) from error
 
 
 def read_past(folder: Path, since_s: float, until_s: float) -> Iterator[Past]:
-    """What was kept from `since_s` until `until_s`, decisions when their end is found.
+    """Yield the records from `since_s` until `until_s`; a decision follows when its end is found.
 
-    Process by process, so that it is not in order where there were several. Raises `HistoryError`.
+    Processes are read one after another, so that records of several are not in order of time.
+    Raises `HistoryError`.
     """
     for files in _files(folder).values():
         reader = _Reader(since_s, until_s)
@@ -152,37 +153,42 @@ def read_past(folder: Path, since_s: float, until_s: float) -> Iterator[Past]:
 
 
 def changes_in(folder: Path) -> list[PastChange]:
-    """Those that are known, oldest first. Raises `HistoryError`."""
+    """Return the known configuration changes, oldest first. Raises `HistoryError`."""
     found: list[PastChange] = []
     for files in _files(folder).values():
         reader = _Reader(0.0, 0.0)
-        # Each file begins with the changes before it.
+        # Each file starts with the changes before it.
         read = reader.read(files[-1], everything=True)
         found += [one for one in read if isinstance(one, PastChange)]
     return sorted(found, key=lambda one: one.at_s)
 
 
 class _Reader:
-    """Reads the files of one process in their order."""
+    """A reader of the files of one process, in order."""
 
     def __init__(self, since_s: float, until_s: float) -> None:
         self._since_s, self._until_s = since_s, until_s
         self._picker = ""
         self._now_s = 0.0
-        """When the last record was made."""
+        """Time of the last record."""
         self._settings: dict[int, Setting] = {}
         self._states: dict[int, States] = {0: {}}
         self._changes: set[tuple[float, int]] = set()
         self._open: dict[int, bytes] = {}
-        """Number of a decision -> its record, oldest first."""
+        """Records of decisions without end by number, oldest first."""
         self._served: dict[int, Served] = {}
 
     def read(self, path: Path, *, everything: bool = False) -> Iterator[Past]:
-        """`everything`: whatever the time, what is told of more than single requests."""
+        """Yield the records of a file.
+
+        If `everything` is true, records about more than single requests are returned for any time.
+        """
         try:
             yield from self._read(path, everything=everything)
         except (msgspec.DecodeError, KeyError, struct.error) as error:
-            raise HistoryError(f"{path} holds what this version does not understand") from error
+            raise HistoryError(
+                f"{path} contains records that this version does not understand"
+            ) from error
 
     def _read(self, path: Path, *, everything: bool) -> Iterator[Past]:
         for frame in _frames(path, self._since_s, self._until_s, everything=everything):
@@ -202,7 +208,7 @@ class _Reader:
                         yield one
 
     def rest(self) -> Iterator[Past]:
-        """Decisions whose end was not found."""
+        """Yield decisions whose end was not found."""
         opened, self._open = self._open, {}
         yield from map(self._decision, opened.values())
 
@@ -264,7 +270,7 @@ class _Reader:
 
 
 def _teller(told: ToldPlugin | None) -> TellsCost | None:
-    """The plugin as it was; None: it is not installed here, or has other parameters."""
+    """Return the plugin, or None if it is not installed or has other parameters."""
     if told is None:
         return None
     try:
@@ -278,7 +284,10 @@ def _teller(told: ToldPlugin | None) -> TellsCost | None:
 
 
 def _files(folder: Path) -> Mapping[str, list[Path]]:
-    """Origin -> files, in their order; of `folder` and of the folders in it. Raises `HistoryError`."""
+    """Return the files by origin in order, in `folder` and its subfolders.
+
+    Raises `HistoryError`.
+    """
     found: dict[str, list[Path]] = {}
     try:
         within = [entry for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
@@ -290,14 +299,14 @@ def _files(folder: Path) -> Mapping[str, list[Path]]:
         raise HistoryError(f"--dir {folder} cannot be read: {error.strerror}") from error
     if not found:
         raise HistoryError(
-            f"--dir {folder} has no {KIND}-*.{ENDING}, expected what "
-            "`epp serve --decisions-dir` wrote"
+            f"--dir {folder} contains no {KIND}-*.{ENDING}, expected files of `epp serve "
+            "--decisions-dir`"
         )
     return {origin: sorted(found[origin]) for origin in sorted(found)}
 
 
 def _frames(path: Path, since_s: Seconds, until_s: Seconds, *, everything: bool) -> Iterator[bytes]:
-    """The whole frames of a file whose end may be missing; none, if all are too old or too new."""
+    """Yield the complete frames of a file, or nothing if it is outside the period."""
     try:
         if not everything and path.stat().st_mtime < since_s - SLACK_S:
             return
@@ -306,7 +315,7 @@ def _frames(path: Path, since_s: Seconds, until_s: Seconds, *, everything: bool)
             while len(length := file.read(LENGTH_BYTES)) == LENGTH_BYTES:
                 count = length_of(length)
                 if count > FRAME_BYTES_MAX:
-                    raise HistoryError(f"{path} has a frame of {count} bytes: it is broken")
+                    raise HistoryError(f"{path} is broken: it has a frame of {count} bytes")
                 frame = file.read(count)
                 if len(frame) < count:
                     return
@@ -317,10 +326,10 @@ def _frames(path: Path, since_s: Seconds, until_s: Seconds, *, everything: bool)
                     first = False
                 yield frame
     except _BROKEN:
-        # The process was killed while it wrote, or writes now.
+        # The process was killed while it wrote, or is still writing.
         return
     except FileNotFoundError:
-        # It was the oldest, and has just been removed.
+        # The file was the oldest and has just been removed.
         return
     except OSError as error:
         raise HistoryError(f"{path} cannot be read: {error.strerror}") from error
@@ -332,5 +341,5 @@ def _head(path: Path, frame: bytes) -> Head:
     except (msgspec.DecodeError, KeyError):
         head = 0
     if not isinstance(head, Head) or (head.format, head.version) != (FORMAT, VERSION):
-        raise HistoryError(f"{path} is of another version, expected version {VERSION}")
+        raise HistoryError(f"{path} has another version, expected version {VERSION}")
     return head

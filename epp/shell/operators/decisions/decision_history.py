@@ -1,8 +1,8 @@
-"""`--decisions-dir`: decisions and how they ended, in files, to be asked about tomorrow.
+"""Implement `--decisions-dir`: write decisions and their outcomes to files.
 
-What memory keeps of a decision is bytes, and the same bytes are put into a queue that is bounded; a
-thread packs and writes them. A disk that is full, slow or not to be written costs these files alone:
-what they miss is counted, told in the log once, and stands in the next file.
+The bytes of a decision in memory are also added to a bounded queue. A thread compresses and writes
+them. A full, slow or read-only disk affects only these files: missing records are counted, logged
+once and noted in the next file.
 """
 
 import secrets
@@ -42,46 +42,49 @@ from epp.shell.operators.decisions.history_format import (
 )
 
 QUEUE_BYTES_MAX: Final = 16 * 2**20
-"""Of what waits to be written: 30 s at 1,000 decisions a second."""
+"""Maximum size of queued records in bytes: 30 s at 1,000 decisions a second."""
 _SEGMENTS: Final = 16
-"""At least; the oldest goes as a whole."""
+"""Minimum number of segments; the oldest is removed completely."""
 SEGMENT_BYTES_MAX: Final = 16 * 2**20
 SEGMENT_AGE_MAX_S: Final = 3_600.0
 SLICE_FRAMES: Final = 256
-"""Taken before the thread lets go: some 0.1 ms."""
+"""Number of frames processed before the thread yields, in about 0.1 ms."""
 SLICE_PAUSE_S: Final = 0.000_5
 FLUSH_BYTES: Final = 2**20
 FLUSH_S: Final = 5.0
-"""What a process that is killed has not written; a longer one packs no better."""
+"""Interval of writes in seconds, which a killed process loses; longer ones compress no better."""
 POLL_S: Final = 0.25
 RETRY_S: Final = 10.0
-"""After a failure of the disk."""
+"""Time in seconds after a failure of the disk until the next attempt."""
 CLOSE_S_MAX: Final = 3.0
-"""At the end the disk gets no longer."""
+"""Maximum time in seconds to wait for the disk at shutdown."""
 _STATES_MAX: Final = 256
 _SETTINGS_MAX: Final = 64
-"""As many as memory knows, and as many changes of the configuration; a file begins with them."""
+"""Maximum number of remembered states and settings, as in memory; each file starts with them."""
 
 _REMEMBERED_BYTES_MAX: Final = 2**20
-"""Of each: half of a large pool may come and go every second."""
+"""Maximum size of each of them in bytes; half of a large pool may change every second."""
 
 _log = structlog.get_logger(__name__)
 
 
 class HistorySnapshot(Struct, frozen=True, kw_only=True):
-    """For a page of metrics."""
+    """Figures about the files for a metrics page."""
 
     records: int
-    """Written: decisions, refusals and ends."""
+    """Number of written decisions, refusals and ends."""
     dropped: Mapping[str, int]
-    """Why -> records."""
+    """Number of missing records by reason."""
     write_errors: int
     bytes: int
-    """Of the folder."""
+    """Size of all files in the folder."""
 
 
 class DecisionHistory:
-    """One process' files. All but `run` and what it runs are for the event loop, and return at once."""
+    """The decision files of one process.
+
+    The event loop calls all methods except `run` and its parts; none of them blocks.
+    """
 
     def __init__(
         self,
@@ -94,7 +97,7 @@ class DecisionHistory:
         monotonic: Callable[[], Seconds] = time.monotonic,
         close_s_max: Seconds = CLOSE_S_MAX,
     ) -> None:
-        """`picker`: the name of the pod. `clock` tells the time of the day."""
+        """`picker` is the name of the pod, and `clock` returns Unix time."""
         started = datetime.now(UTC)
         self._origin = f"{started:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
         self._picker = picker
@@ -113,7 +116,7 @@ class DecisionHistory:
             clock=clock,
         )
         self._queue: deque[bytes] = deque()
-        # Each of these is written by one thread only.
+        # Only one thread writes each of these attributes.
         self._bytes_put = 0
         self._bytes_taken = 0
         self._lost = 0
@@ -121,7 +124,7 @@ class DecisionHistory:
         self._dropped_by_disk = 0
         self._records = 0
         self._write_errors = 0
-        # The thread alone has the rest.
+        # Only the thread uses the attributes below.
         self._settings: dict[bytes, None] = {}
         self._states: dict[bytes, None] = {}
         self._applied: dict[bytes, None] = {}
@@ -136,7 +139,7 @@ class DecisionHistory:
         self._stopping = threading.Event()
 
     def tell(self, frame: bytes) -> None:
-        """Take the record of a decision or a refusal, or how one ended; or drop it."""
+        """Queue or drop the record of a decision, a refusal or an end."""
         if self._bytes_put - self._bytes_taken + len(frame) > QUEUE_BYTES_MAX:
             self._lost += 1
             self._dropped_by_queue += 1
@@ -148,18 +151,18 @@ class DecisionHistory:
         self._queue.append(frame)
 
     def setting(self, told: ToldSetting) -> None:
-        """Decisions name `told` from now on."""
+        """Record a setting that later decisions refer to."""
         self.tell(frame_of(SETTING, told))
 
     def states(self, number: int, states: States) -> None:
-        """Decisions name the `states` from now on by their `number`."""
+        """Record the states that later decisions refer to by `number`."""
         told = ToldStates(number=number, at_s=self._clock(), states=dict(states))
         frame = frame_of(STATES, told)
         if len(frame) <= FRAME_BYTES_MAX:
             self.tell(frame)
 
     def changed(self, change: Applied | RefusedDocument) -> None:
-        """A document came into force, or did not."""
+        """Record that a document came into force or was rejected."""
         if isinstance(change, Applied):
             self.tell(frame_of(APPLIED, change))
         else:
@@ -174,10 +177,10 @@ class DecisionHistory:
         )
 
     async def run(self) -> None:
-        """Write until cancelled, then what is left, as long as the disk is quick."""
+        """Write until cancelled, then write the rest if the disk is fast enough."""
         await beside_the_loop("decisions", self._work, self._stopping, self._close_s_max)
 
-    # The thread.
+    # The methods below run in the thread.
 
     def _work(self) -> None:
         try:
@@ -187,22 +190,22 @@ class DecisionHistory:
             self.end()
         except Exception as error:  # noqa: BLE001  the boundary of a thread
             self._write_errors += 1
-            _log.error("decisions are not kept any more, requests go on", exc_info=error)
+            _log.error("decision history failed and has ended, requests continue", exc_info=error)
 
     def write_queued(self) -> None:
-        """Bring what is in the queue to the disk, as far as it is due."""
+        """Process queued records, and write those that are due."""
         queue = self._queue
         while queue:
             for _ in range(min(SLICE_FRAMES, len(queue))):
                 self._take(queue.popleft())
-            # The event loop shall not wait for the interpreter until we have done all.
+            # The pause lets the event loop use the interpreter before all records are processed.
             time.sleep(SLICE_PAUSE_S)
         now = self._monotonic()
         if now >= self._flushed_s + FLUSH_S:
             self._flush(now)
 
     def end(self) -> None:
-        """Write what is left, and leave the file as it is."""
+        """Write the rest and close the file."""
         self._flush(self._monotonic())
         self._folder.close()
 
@@ -221,7 +224,7 @@ class DecisionHistory:
             self._flush(self._monotonic())
 
     def _flush(self, now: Seconds) -> None:
-        """Write what waits; without a file it is lost."""
+        """Write pending records; they are lost if no file can be opened."""
         self._flushed_s = now
         if not self._pending:
             return
@@ -245,7 +248,7 @@ class DecisionHistory:
         self._missing = 0
         if not self._healthy:
             self._healthy = True
-            _log.info("decisions are kept again")
+            _log.info("decision history is written again")
         old = now >= self._began_s + SEGMENT_AGE_MAX_S
         if old or self._folder.segment_bytes >= self._segment_bytes_max:
             self._folder.close()
@@ -267,14 +270,14 @@ class DecisionHistory:
         if self._healthy:
             self._healthy = False
             _log.error(
-                "decisions cannot be kept, requests go on",
+                "decision history cannot be written, requests continue",
                 problem=error.strerror,
                 retry_s=RETRY_S,
             )
 
 
 def _remember(frames: dict[bytes, None], frame: bytes, count_max: int) -> None:
-    """The newest `count_max` of `_REMEMBERED_BYTES_MAX` at most, in their order; one in any case."""
+    """Add a frame and keep the newest ones within the limits, but at least one."""
     frames[frame] = None
     while len(frames) > 1 and (
         len(frames) > count_max or sum(map(len, frames)) > _REMEMBERED_BYTES_MAX

@@ -1,8 +1,8 @@
-"""How a decision, a refusal and the end of a request are kept: as a few hundred bytes each.
+"""Encode decisions, refusals and ends of requests as records of a few hundred bytes.
 
-A record is a head of fixed size, which is written anew when the request ends, the time at which it was
-kept, and the rest packed. Nothing of a prompt, of a header but the name of the request, or of an answer
-is in it.
+A record consists of a head of fixed size, which is overwritten when the request ends, the time of
+the record, and the packed rest. It contains no part of a prompt or an answer, and of the headers
+only the request id.
 """
 
 import math
@@ -20,19 +20,21 @@ from epp.core.protocol.session import Exchange, StreamFailure
 from epp.core.types import Seconds
 
 TEXT_CHARACTERS_MAX: Final = 256
-"""What a client can write, a model name or a request id, is cut here."""
+"""Maximum number of recorded characters of a text from a client: model name or request id."""
 DECIDED: Final = b"d"
 REFUSED: Final = b"r"
 SERVED: Final = b"s"
-"""Kinds of records: their first byte."""
+"""Kinds of records, stored in their first byte."""
 
 _HEAD: Final = struct.Struct("<cBB?hfffi")
-"""Before each record: kind, ending, failure, whether the gateway answered, status, seconds to the end, to
-the response headers and to the first output, cached tokens. Written anew when the request ends."""
+"""Head of a record, which is overwritten when the request ends.
+
+It contains kind, ending, failure, whether the gateway answered, status, cached tokens, and the
+seconds to the end, to the response headers and to the first output."""
 _AT: Final = struct.Struct("<dq")
-"""After it: when it was kept, by the clock of the day, and the place of the scores of all candidates."""
+"""Part after the head: Unix time of the record, and position of all candidates' scores."""
 PACKED_FROM: Final = _HEAD.size + _AT.size
-"""Where the packed rest of a record begins."""
+"""Position of the packed rest in a record."""
 _ENDINGS: Final = tuple(Ending)
 _FAILURES: Final = tuple(StreamFailure)
 _UNKNOWN: Final = -1
@@ -48,11 +50,11 @@ _pack: Final = msgspec.msgpack.Encoder().encode
 
 
 class Decided(Struct, frozen=True, gc=False, array_like=True):
-    """What is kept of a decision: not its request, nor its lease."""
+    """The recorded data of a decision, without its request and lease."""
 
     number: int
     setting: int
-    """Which of the configurations that decided."""
+    """Number of the configuration that decided."""
     request_id: str
     model: str
     priority: int
@@ -68,32 +70,32 @@ class Decided(Struct, frozen=True, gc=False, array_like=True):
     eliminated: Mapping[str, int]
     candidates: int
     parts: list[float]
-    """Of the chosen endpoint's score."""
+    """Parts of the chosen endpoint's score."""
     prefill_tokens: float
-    """Of this request, which `numbers` count already."""
+    """Tokens to prefill for this request, already included in `numbers`."""
     numbers: tuple[float, ...]
     """`NUMBERS` of the chosen endpoint."""
     members: int
     """Generation of the pool."""
     states: int
-    """Which of the states that were told of endpoints that were not simply ready."""
+    """Number of the recorded endpoint states."""
     runner_up: str = ""
-    """The best of the others; "": there was none."""
+    """Name of the second-best endpoint, or "" if there was none."""
     runner_up_scores: bytes = b""
-    """float64[scorers], without their weights."""
+    """Scores of the runner-up without weights, as float64[scorers]."""
     runner_up_numbers: tuple[float, ...] = ()
     shadow: dict[str, object] | None = None
-    """What the shadow profile would have done; None: there is none."""
+    """Choice of the shadow profile, or None without one."""
     answer_tokens: float | None = None
-    """As of `Moment`."""
+    """Expected output tokens, as in `Moment`."""
     matched_most: int = 0
-    """The most blocks that any candidate held; 0: it does not matter."""
+    """Maximum number of cached blocks of any candidate, or 0 if irrelevant."""
     costs: tuple[Cost, ...] | None = None
-    """As of `Leg`."""
+    """Costs, as in `Leg`."""
 
 
 class Refused(Struct, frozen=True, gc=False, array_like=True):
-    """What is kept of a refusal: not its sentence, which may quote the client."""
+    """The recorded data of a refusal, without its sentence, which may quote the client."""
 
     request_id: str
     model: str
@@ -103,47 +105,47 @@ class Refused(Struct, frozen=True, gc=False, array_like=True):
     status: int
     eliminated: Mapping[str, int]
     states: int
-    """As of a decision."""
+    """Number of the recorded endpoint states."""
 
 
 class Served(Struct, frozen=True, gc=False, array_like=True):
-    """The gateway went elsewhere than it was told."""
+    """An endpoint that the gateway used instead of the chosen one."""
 
     number: int
     address: str
     endpoint: str = ""
-    """The name of who has that address; "": nobody of the pool."""
+    """Name of the endpoint with this address, or "" if the pool has none."""
     matched_blocks: int = 0
-    """What it was believed to hold of the prompt when it was known to serve it."""
+    """Blocks of the prompt estimated as cached there when it became known."""
 
 
 def served_at(told: Decided, served: Served | None) -> str:
-    """The endpoint where a request was in the end, as far as is known: its name, else its address."""
+    """Return the name or else the address of the endpoint that served, as far as known."""
     if served is None:
         return told.endpoint
     return served.endpoint or served.address
 
 
 def predicted_at(told: Decided, served: Served | None) -> int:
-    """Tokens of the prompt that were believed to be cached there."""
+    """Return the prompt tokens that were estimated as cached at the endpoint that served."""
     matched = told.matched_blocks if served is None else served.matched_blocks
     return predicted_tokens(matched, told.block_tokens, told.prompt_tokens)
 
 
 class Scores(Struct, frozen=True, gc=False, array_like=True):
-    """What is kept of the scores of n candidates: the decision's own arrays, as bytes."""
+    """The scores of n candidates: the arrays of the decision as bytes."""
 
     picked: int
     slot: bytes
     """int64[n]"""
     scores: bytes
-    """float64[scorers, n]"""
+    """Scores as float64[scorers, n]."""
     dropped: dict[str, bytes]
-    """Name of the filter -> int64[k], slots of the endpoints that it dropped."""
+    """Slots of the endpoints that each filter dropped, as int64[k] by the filter's name."""
 
 
 class Ended(Struct, frozen=True, kw_only=True):
-    """How a request ended; None: not known."""
+    """The end of a request; fields are None if unknown."""
 
     ending: str
     failure: str | None
@@ -157,7 +159,7 @@ class Ended(Struct, frozen=True, kw_only=True):
 
 
 class Numbered(Struct, frozen=True, gc=False, array_like=True):
-    """What a packed decision begins with."""
+    """The first field of a packed decision."""
 
     number: int
 
@@ -172,17 +174,20 @@ unpack_scores: Final = msgspec.msgpack.Decoder(Scores).decode
 def record_of(
     kind: bytes, at_s: float, told: Decided | Refused | Served, scores_at: int = -1
 ) -> bytes:
-    """A new record, kept at `at_s`; its request has not ended. `scores_at`: of a decision."""
+    """Return a new record, created at `at_s`, of a request that has not ended.
+
+    `scores_at` is the position of a decision's scores.
+    """
     return _OPEN[kind] + _AT.pack(at_s, scores_at) + _pack(told)
 
 
 def scores_of(scores: Scores) -> bytes:
-    """A record of another kind, without a head."""
+    """Return a record of scores, which has no head."""
     return _pack(scores)
 
 
 def ended_head(exchange: Exchange, outcome: Outcome, now: Seconds) -> bytes:
-    """What the record of a decision begins with from the end of its request on."""
+    """Return the head that a decision's record gets when its request ends."""
     usage, failure = exchange.usage, exchange.failure
     started_s = exchange.started_at_s
     headers_s, output_s = exchange.response_started_at_s, exchange.first_output_at_s
@@ -201,19 +206,19 @@ def ended_head(exchange: Exchange, outcome: Outcome, now: Seconds) -> bytes:
 
 
 def kept_at_s(record: bytes) -> float:
-    """When it was kept, by the clock of the day."""
+    """Return the Unix time of the record."""
     at_s: float = _AT.unpack_from(record, _HEAD.size)[0]
     return at_s
 
 
 def scores_at_of(record: bytes) -> int:
-    """The place of the scores of all candidates, which are kept as long as there is room."""
+    """Return the position of all candidates' scores, which are retained while there is room."""
     scores_at: int = _AT.unpack_from(record, _HEAD.size)[1]
     return scores_at
 
 
 def end_of(record: bytes) -> Ended | None:
-    """How its request ended; None: it has not, as far as is known."""
+    """Return the end of the request, or None if it is not known to have ended."""
     head = _HEAD.unpack_from(record)
     _, ending, failure, by_gateway, status, elapsed_s, headers_s, output_s, cached = head
     if not ending:
@@ -235,6 +240,6 @@ def _seconds(value: float) -> float | None:
 
 
 def kept_text(text: str) -> str:
-    """Cut, and as UTF-8 can carry it: clients may send anything."""
+    """Return the text shortened and encodable as UTF-8, because clients may send anything."""
     cut = text[:TEXT_CHARACTERS_MAX]
     return cut if cut.isascii() else cut.encode("utf-8", "replace").decode()

@@ -1,7 +1,4 @@
-"""What is told of decisions and refusals: rows for pages, JSON and `epp explain`.
-
-Made of records when they are asked for.
-"""
+"""Convert records of decisions and refusals to rows for pages, JSON and `epp explain`."""
 
 import math
 from collections.abc import Sequence
@@ -32,42 +29,42 @@ from epp.shell.operators.decisions.decision_record import (
 from epp.shell.operators.decisions.endpoint_states import OUTLYING, READY, States
 
 SCORES_SHOWN_MAX: Final = 8
-"""Candidates of a decision that are shown, best first."""
+"""Maximum number of candidates shown per decision, best first."""
 LEFT_OUT_SHOWN_MAX: Final = 8
-"""Endpoints that were not scored, by name."""
+"""Maximum number of endpoints without score shown, by name."""
 
 Row: TypeAlias = dict[str, Any]
 Members: TypeAlias = tuple[Endpoint | None, ...]
-"""Of the pool, by slot."""
+"""Endpoints of the pool by slot."""
 
 
 class Setting(Struct, frozen=True):
-    """A configuration, as far as its decisions need it to be told."""
+    """The parts of a configuration that rows of its decisions need."""
 
     generation: int
-    """0: it was not told."""
+    """Generation of the configuration, or 0 if unknown."""
     scorers: tuple[str, ...]
     weights: tuple[float, ...]
     by_blocks: tuple[str, ...] = ()
-    """Those among the scorers whose part is the share of blocks that matched."""
+    """Names of scorers whose part is the share of matched blocks."""
     costs: tuple[TellsCost | None, ...] = ()
-    """Those that can say what their cost is made of."""
+    """Scorers that can list the parts of their cost; None for others."""
 
 
 NO_SETTING: Final = Setting(0, (), ())
 
 
 class Kept(Struct, frozen=True, kw_only=True):
-    """What is still known of a decision."""
+    """The recorded data of a decision that is still available."""
 
     told: Decided
     setting: Setting = NO_SETTING
     scores: Scores | None = None
-    """Of all its candidates; None: not any more."""
+    """Scores of all candidates, or None if no longer available."""
     members: Members | None = None
-    """Of the pool then; None: not known any more."""
+    """Members of the pool at that time, or None if no longer known."""
     states: States = msgspec.field(default_factory=dict)
-    """Of those members that were not simply ready."""
+    """States of the members that were not simply ready."""
 
 
 def decided_row(
@@ -79,9 +76,9 @@ def decided_row(
     served: Served | None,
     why_not: str = "",
 ) -> Row:
-    """A decision that was kept at `at_s`.
+    """Return the row of a decision that was recorded at `at_s`.
 
-    `why_not`: an endpoint of which it is told besides why it was not chosen.
+    `why_not` is an endpoint for which the row explains why it was not chosen.
     """
     told, setting, states = kept.told, kept.setting, kept.states
     names = _names(setting, len(told.parts))
@@ -142,7 +139,7 @@ def decided_row(
 
 
 def _why_not(asked: str, kept: Kept, row: Row, ranked: "_Ranked") -> Row:
-    """Why the endpoint that is `asked` for was not chosen, by its "verdict"."""
+    """Return why the endpoint `asked` was not chosen, with its "verdict"."""
     told, runner_up = kept.told, row["runner_up"]
     if is_called(asked, told.endpoint, told.address):
         return {"endpoint": told.endpoint, "verdict": "chosen"}
@@ -170,7 +167,7 @@ def _why_not(asked: str, kept: Kept, row: Row, ranked: "_Ranked") -> Row:
 
 
 def _member(asked: str, kept: Kept, runner_up: str) -> tuple[int, str]:
-    """Slot and name of the endpoint that is `asked` for; -1 and "", as far as they are not known."""
+    """Return slot and name of the endpoint `asked`, or -1 and "" if unknown."""
     if kept.members is None:
         named = (runner_up, *kept.states)
         return -1, next((name for name in named if name and is_called(asked, name, "")), "")
@@ -181,7 +178,7 @@ def _member(asked: str, kept: Kept, runner_up: str) -> tuple[int, str]:
 
 
 def _dropped_by(slot: int, kept: Kept) -> str:
-    """The filter that dropped the endpoint in `slot`; "" if none did, as far as is known."""
+    """Return the filter that dropped the endpoint in `slot`, or "" if none is known."""
     dropped = kept.scores.dropped if kept.scores else {}
     return next(
         (name for name, slots in dropped.items() if slot in np.frombuffer(slots, np.int64)), ""
@@ -189,14 +186,14 @@ def _dropped_by(slot: int, kept: Kept) -> str:
 
 
 def _behind(chosen: Row, score: Row) -> Row:
-    """By how much, and by which scorers; the greatest first."""
+    """Return by how much the endpoint was behind, in total and by scorer, greatest first."""
     leads = {name: round(part - score["parts"][name], 4) for name, part in chosen["parts"].items()}
     parts = dict(sorted(leads.items(), key=lambda lead: -lead[1]))
     return {"behind": round(chosen["total"] - score["total"], 4), "parts": parts}
 
 
 def is_called(asked: str, name: str, address: str) -> bool:
-    """Whether an endpoint is `asked` for: by its name, with or without its namespace, or address."""
+    """Return True if `asked` is the name, with or without namespace, or the address of an endpoint."""
     return asked in {name, name.rpartition("/")[2], address}
 
 
@@ -208,7 +205,7 @@ def _state(name: str, states: States) -> Row:
 
 
 def refused_row(told: Refused, states: States, *, at_s: float, why_not: str = "") -> Row:
-    """A refusal that was kept at `at_s`, when `states` were those of endpoints not simply ready."""
+    """Return the row of a refusal recorded at `at_s`, with the endpoint states of that time."""
     row = {
         "at": iso(at_s),
         "request_id": told.request_id,
@@ -227,7 +224,7 @@ def refused_row(told: Refused, states: States, *, at_s: float, why_not: str = ""
 
 
 def outcome_row(end: Ended | None, served: Served | None) -> Row | None:
-    """How a request ended; `served`: where the gateway went instead. None: not known."""
+    """Return how a request ended and where the gateway sent it instead, or None if unknown."""
     address = None if served is None else served.address
     if end is None:
         return None if served is None else {"served_by": address}
@@ -235,15 +232,15 @@ def outcome_row(end: Ended | None, served: Served | None) -> Row | None:
 
 
 class _Ranked:
-    """The scores of all candidates, as far as they are kept."""
+    """The recorded scores of all candidates."""
 
     def __init__(self, kept: Kept, names: Sequence[str], cost: Cost | None) -> None:
-        """`cost` tells what candidates cost, if that is known."""
+        """`cost` contains the candidates' costs, if known."""
         self._kept, self._cost = kept, cost
         self.slots: list[int] = []
-        """By position."""
+        """Slots by position."""
         self.best: list[Row] = []
-        """Rows of the best, best first, the chosen one among them."""
+        """Rows of the best candidates, best first, including the chosen one."""
         scores, weights = kept.scores, np.array(kept.setting.weights)
         if scores is None or kept.members is None or not len(weights):
             return
@@ -255,7 +252,7 @@ class _Ranked:
         self.best = [self.row(at) for at in self._ranking.best(SCORES_SHOWN_MAX)]
 
     def row(self, at: int) -> Row:
-        """The score of the candidate at a position."""
+        """Return the row of the candidate at a position."""
         members = self._kept.members or ()
         member = members[self.slots[at]]
         name = member.name if member else ""
@@ -274,7 +271,7 @@ class _Ranked:
 
 
 def _names(setting: Setting, scorers: int) -> Sequence[str]:
-    """Of the scorers; of a configuration that is not known any more by their place."""
+    """Return the scorers' names, or numbered ones if the configuration is no longer known."""
     if len(setting.scorers) == scorers:
         return setting.scorers
     return tuple(f"scorer {at}" for at in range(1, scorers + 1))
@@ -291,7 +288,7 @@ def _score(name: str, parts: Sequence[float], scorers: Sequence[str], states: St
 
 
 def weighted(packed: bytes, setting: Setting) -> list[float]:
-    """What each scorer gave; nothing, if there is nobody or the weights are not known any more."""
+    """Return the weighted parts by scorer, or [] without a runner-up or known weights."""
     scores = np.frombuffer(packed)
     if not len(scores) or len(scores) != len(setting.weights):
         return []
@@ -300,14 +297,15 @@ def weighted(packed: bytes, setting: Setting) -> list[float]:
 
 
 def _numbers(numbers: Sequence[float]) -> Row:
-    """None: not known."""
+    """Return the numbers by name; None if unknown."""
     told = zip(NUMBERS, numbers, strict=True)
     return {name: round(value, 3) if math.isfinite(value) else None for name, value in told}
 
 
 def _costs(told: Decided, setting: Setting, before: Sequence[float]) -> list[Cost | Row]:
-    """What the costs that scorers went by were made of, of the chosen endpoint and the next best; of a
-    scorer that fails its row.
+    """Return the costs of the chosen endpoint and the runner-up, by scorer.
+
+    A scorer that fails is replaced by a row with its error.
     """
     if not any(setting.costs):
         return []
@@ -329,18 +327,18 @@ def _costs(told: Decided, setting: Setting, before: Sequence[float]) -> list[Cos
             continue
         try:
             found.append(cost_of(name, scorer, asked, pair, positions))
-        except BaseException as error:  # noqa: BLE001  the boundary of a plugin: the rest is told all the same
+        except BaseException as error:  # noqa: BLE001  the boundary of a plugin: the other scorers are still shown
             found.append({"scorer": name, "failed": type(error).__name__})
     return found
 
 
 def expected_first_token_s(told: Decided, setting: Setting) -> Seconds | None:
-    """After how long the chosen endpoint was expected to give the first token; None: nobody said."""
+    """Return the expected time to first token in seconds, or None if no scorer estimates it."""
     return _first_token_s(_costs(told, setting, _before(told)))
 
 
 def _before(told: Decided) -> Sequence[float]:
-    """`NUMBERS` of the chosen endpoint, as the scorers saw them."""
+    """Return the `NUMBERS` of the chosen endpoint as the scorers saw them."""
     return numbers_before(
         told.numbers,
         prompt_tokens=told.prompt_tokens,
@@ -350,7 +348,7 @@ def _before(told: Decided) -> Sequence[float]:
 
 
 def _first_token_s(costs: Sequence[Cost | Row]) -> Seconds | None:
-    """As the first scorer says that gives its cost in seconds and names its parts."""
+    """Return the estimate of the first scorer with a cost in seconds and named parts."""
     for cost in costs:
         if isinstance(cost, Cost) and cost.unit == "s" and cost.first_token is not None:
             return cost.first_token
@@ -358,7 +356,7 @@ def _first_token_s(costs: Sequence[Cost | Row]) -> Seconds | None:
 
 
 def _pair(told: Decided, before: Sequence[float]) -> Candidates:
-    """The chosen endpoint and the next best, as far as they are kept."""
+    """Return the chosen endpoint and the runner-up, as far as recorded."""
     numbers = {told.endpoint: before}
     if told.runner_up:
         numbers[told.runner_up] = told.runner_up_numbers

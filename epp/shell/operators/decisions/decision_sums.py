@@ -1,4 +1,4 @@
-"""What decisions of a stretch of time come to: how many, where to, how well."""
+"""Sum up the decisions of a period: number, destinations and outcomes."""
 
 from array import array
 from collections.abc import Mapping
@@ -11,22 +11,22 @@ from epp.shell.operators.decisions.decision_rows import weighted
 
 FAILED_FROM: Final = 500
 SAMPLES_MAX: Final = 500_000
-"""Of one endpoint in one stretch; what comes later counts everywhere but in percentiles."""
+"""Maximum number of samples per endpoint and period; later ones only miss in percentiles."""
 _DIGITS: Final = 4
 _Row: TypeAlias = dict[str, Any]
 
 
 class Sums:
-    """Of the decisions of one stretch, at one endpoint or at all."""
+    """The sums over decisions of a period, for one endpoint or all."""
 
     def __init__(self) -> None:
         self.decided = 0
         self.failed = 0
         self.prompt_tokens = 0
         self.predicted_tokens = 0
-        """Of the prompts, those that were believed to be cached where they went."""
+        """Prompt tokens that were estimated as cached at their endpoint."""
         self.compared_tokens = 0
-        """Of the prompts of requests whose answers told how many were."""
+        """Prompt tokens of requests whose response reported the cached tokens."""
         self.cached_tokens = 0
         self.first_output_s = array("f")
         self.headers_s = array("f")
@@ -52,7 +52,7 @@ class Sums:
                 samples.append(value)
 
     def row(self, decided: int) -> _Row:
-        """As told, beside `decided` in all; None: not known."""
+        """Return the row of these sums among `decided` in total; None if unknown."""
         return {
             "decided": self.decided,
             "share": _share(self.decided, decided),
@@ -68,7 +68,7 @@ class Sums:
 
 
 class Stretch:
-    """All that is told of the time from `since_s` to `until_s`."""
+    """All sums of the period from `since_s` to `until_s`."""
 
     def __init__(self, since_s: float, until_s: float) -> None:
         self.since_s, self.until_s = since_s, until_s
@@ -76,10 +76,10 @@ class Stretch:
         self.endpoints: dict[str, Sums] = {}
         self.refused: dict[str, int] = {}
         self.decided_by: dict[str, int] = {}
-        """Scorer -> decisions that would have been another's without it."""
+        """Number of decisions that would differ without a scorer, by scorer."""
 
     def add(self, past: PastDecision | PastRefusal) -> None:
-        """Count it, if it is of that time."""
+        """Add a record if it is within the period."""
         if not self.since_s <= past.at_s < self.until_s:
             return
         if isinstance(past, PastRefusal):
@@ -99,7 +99,7 @@ class Stretch:
                 self.decided_by[name] = self.decided_by.get(name, 0) + 1
 
     def row(self) -> _Row:
-        """As told."""
+        """Return the row of the period."""
         seconds = max(self.until_s - self.since_s, 1.0)
         decided = self.all.decided
         return self.all.row(decided) | {
@@ -111,7 +111,9 @@ class Stretch:
 
 
 def percentile(samples: "array[float]", share: float) -> float | None:
-    """The least sample that at least this share of them do not exceed; None: there are none."""
+    """Return the least sample that a `share` of the samples does not exceed, or None without
+    samples.
+    """
     if not samples:
         return None
     ordered = sorted(samples)
@@ -119,7 +121,7 @@ def percentile(samples: "array[float]", share: float) -> float | None:
 
 
 def in_words(row: Mapping[str, Any]) -> dict[str, str]:
-    """The numbers of a row, short."""
+    """Return the numbers of a row as short texts."""
     return {
         "decisions": f"{row['decided']}",
         "share": percent(row["share"]),

@@ -1,7 +1,7 @@
-"""What speaks against each endpoint, why, and since when: for pages and for what is kept of decisions.
+"""Track what is wrong with each endpoint, why, and since when, for pages and decision records.
 
-Of an endpoint that is not ready its standing speaks against it, of one that is ready that it is
-ejected, is full, fails or is slow. Compared about once a second, so that what lasts for less may be missed.
+The standing of an endpoint describes why it is not ready. A ready endpoint may be ejected, full,
+failing or slow. States are compared about once a second, so that shorter ones may be missed.
 """
 
 import math
@@ -21,35 +21,35 @@ from epp.core.types import Endpoint, Seconds
 EJECTED: Final = "ejected"
 READY: Final = Standing.READY.value
 OUTLYING: Final = (EJECTED, FULL, Cause.FAILING.value, Cause.SLOW.value)
-"""States of endpoints that are ready, and have something against them."""
+"""States of ready endpoints that have a problem."""
 _OF_SCRAPES: Final = (Standing.UNREACHABLE, Standing.STALE, Standing.NEVER_SCRAPED)
-"""Standings whose reason the last scrape tells."""
+"""Standings that the last scrape explains."""
 _REASONS: Final[Mapping[Standing, str]] = {
-    Standing.UNREACHABLE: "its scrapes get no connection or no answer",
-    Standing.STALE: "its last good scrape is too old",
-    Standing.ASLEEP: "its engine says that it sleeps",
-    Standing.SET_ASIDE: "requests to it failed, it waits for its next good scrape",
-    Standing.NEVER_SCRAPED: "no scrape of it was good yet",
+    Standing.UNREACHABLE: "scrapes fail to connect or get no answer",
+    Standing.STALE: "the last successful scrape is too old",
+    Standing.ASLEEP: "the engine reports that it sleeps",
+    Standing.SET_ASIDE: "requests failed; it is excluded until its next successful scrape",
+    Standing.NEVER_SCRAPED: "it has not been scraped successfully yet",
 }
 
 
 class EndpointState(Struct, frozen=True):
-    """What speaks against an endpoint, or that nothing does."""
+    """The state of an endpoint and its problem, if any."""
 
     state: str = READY
-    """A standing, or of an endpoint that is ready "ejected", "full", "failing" or "slow"."""
+    """Standing, or "ejected", "full", "failing" or "slow" for a ready endpoint."""
     reason: str = ""
-    """In words; "" of one that is ready."""
+    """Reason in words, or "" if the endpoint is ready."""
     since_s: float = 0.0
-    """By the clock of the day; of one that is ready at least since then."""
+    """Unix time since which it has this state; a ready endpoint may have it for longer."""
 
 
 States = Mapping[str, EndpointState]
-"""By the name of the endpoint."""
+"""States by name of the endpoint."""
 
 
 class EndpointStates:
-    """States of all endpoints as of the last look."""
+    """The states of all endpoints at the last comparison."""
 
     def __init__(
         self,
@@ -58,23 +58,25 @@ class EndpointStates:
         changed: Callable[[States], None] = lambda _: None,
         clock: Callable[[], Seconds] = time.time,
     ) -> None:
-        """`problem_of` an endpoint: why its last scrape failed, by kind and in a sentence. `changed` is
-        told of all that are not simply ready, each time one of them changes its state. `clock` tells
-        the time of the day.
+        """Configure the states.
+
+        `problem_of` returns kind and sentence of an endpoint's failed scrape. `changed` receives
+        all endpoints that are not simply ready, whenever a state changes. `clock` returns Unix
+        time.
         """
         self._scheduler = scheduler
         self._problem_of = problem_of
         self._changed = changed
         self._clock = clock
         self._states: dict[str, EndpointState] = {}
-        """By the id of the endpoint, of the members of the pool."""
+        """States of the pool's members by endpoint id."""
 
     def of(self, endpoint: Endpoint) -> EndpointState:
-        """As of the last look; ready, if it was not there then."""
+        """Return the state at the last comparison, or ready if the endpoint is new."""
         return self._states.get(endpoint.endpoint_id) or EndpointState(since_s=self._clock())
 
     def look(self, now: Seconds) -> None:
-        """Compare with the last look."""
+        """Compare with the last states and report changes."""
         scheduler, at_s = self._scheduler, self._clock()
         standings = scheduler.standings(now)
         outliers = dict(scheduler.outliers.detected(now))
@@ -105,7 +107,7 @@ class EndpointStates:
         full: Full | None,
         now: Seconds,
     ) -> tuple[str, str]:
-        """State and reason."""
+        """Return state and reason."""
         if standing is not Standing.READY:
             reason = _REASONS.get(standing, "")
             problem = self._problem_of(endpoint) if standing in _OF_SCRAPES else None
@@ -122,17 +124,17 @@ class EndpointStates:
 
 
 def _fullness(full: Full, now: Seconds) -> str:
-    """Return in words why a full endpoint gets few requests or none."""
+    """Return in words why a full endpoint gets few or no requests."""
     if now < full.until_s:
-        return "it refused requests for want of room, and gets none for some seconds"
-    return "it refused requests for want of room, and gets single ones"
+        return "it refused requests because it is full, and gets none for some seconds"
+    return "it refused requests because it is full, and gets single ones as a test"
 
 
 def _against(outlier: Outlier) -> str:
     if outlier.cause is Cause.FAILING:
         if outlier.failures or math.isnan(outlier.failure_share):
             return f"{outlier.failures} errors in a row"
-        return f"{outlier.failure_share:.0%} of its last answers were errors"
+        return f"{outlier.failure_share:.0%} of its last responses were errors"
     if math.isnan(outlier.slowness):
-        return "requests took too long there"
-    return f"requests take {outlier.slowness:.1f} times what they take at the median of the pool"
+        return "requests took too long"
+    return f"requests take {outlier.slowness:.1f} times the median of the pool"

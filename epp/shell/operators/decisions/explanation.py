@@ -1,4 +1,4 @@
-"""Why a request went where it went, in words."""
+"""Explain in words why a request was routed to its endpoint."""
 
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
@@ -11,11 +11,11 @@ _Row: TypeAlias = dict[str, Any]
 
 _DIGITS: Final = 3
 _LEVEL: Final = 1e-4
-"""Totals come rounded to as much."""
+"""Difference below which totals are equal; totals are rounded to it."""
 
 
 def explanation(row: _Row) -> str:
-    """A row of `RecentDecisions`, as some lines for a person; nothing in it can steer a terminal."""
+    """Return a row of `RecentDecisions` as lines for people, without control characters."""
     lines = _refusal(row) if "refused" in row else _decision(row)
     head, *rest = map(printable, lines)
     return "".join([f"{head}\n", *(f"  {line}\n" for line in rest)])
@@ -40,7 +40,7 @@ def _decision(row: _Row) -> list[str]:
     )
     lines = [
         f"{_request(row)}, {row['at']}, {row['age_s']:g} s ago, decision {row['number']}{by}",
-        f"went to {row['endpoint']} at {row['address']}",
+        f"routed to {row['endpoint']} at {row['address']}",
         _verdict(row),
     ]
     if "why_not" in row:
@@ -65,7 +65,9 @@ def _request(row: _Row) -> str:
 
 
 def _verdict(row: _Row) -> str:
-    """E.g. "pod-3: 7, of it prefix 3 (9 of 9 blocks); runner-up pod-2: 4; the prefix decided"."""
+    """Return e.g. "pod-3: 7, including prefix 3 (9 of 9 blocks); runner-up pod-2: 4; prefix
+    decided".
+    """
     score, runner_up = row["score"], row["runner_up"]
     blocks = f"{row['matched_blocks']} of {row['total_blocks']} blocks"
     notes = dict.fromkeys(row["by_blocks"], f" ({blocks})")
@@ -77,13 +79,13 @@ def _verdict(row: _Row) -> str:
 
 
 def _name(score: _Row) -> str:
-    """Of a candidate, marked if it was slow, failing, ejected or not ready."""
+    """Return the name of a candidate, marked if it was slow, failing, ejected or not ready."""
     state = score["state"]
     return str(score["endpoint"]) if state == READY else f"{score['endpoint']} ({state})"
 
 
 def _why_not(row: _Row, why: _Row) -> str:
-    """E.g. "why not llm/pod-7: it was unreachable since 02:01:07: its scrapes get no connection"."""
+    """Return e.g. "why not llm/pod-7: it was unreachable since 02:01:07: scrapes fail to connect"."""
     if why["verdict"] == "scored":
         return f"why not {why['endpoint']}: {_behind(row, why)}"
     against = why.get("state", READY) != READY
@@ -93,10 +95,10 @@ def _why_not(row: _Row, why: _Row) -> str:
         "dropped": f"{why.get('by')} dropped it",
         "outside the subset": "it was ready, and not in the subset that the gateway allows",
         "not ready": "it was not ready",
-        "refused": "nobody was chosen"
+        "refused": "no endpoint was chosen"
         if against
-        else "nobody was chosen; nothing spoke against it",
-    }.get(why["verdict"], "what would tell is not kept any more")
+        else "no endpoint was chosen, and no problem of this one is known",
+    }.get(why["verdict"], "the reason is no longer recorded")
     return f"why not {why['endpoint']}: {told}{_against(why)}"
 
 
@@ -107,7 +109,7 @@ def _behind(row: _Row, why: _Row) -> str:
     if why["behind"] > _LEVEL:
         told += f", {_short(why['behind'])} less: {', '.join(leads)}"
     elif why["behind"] < -_LEVEL:
-        told += "; the picker chose another although it has more"
+        told += "; the picker chose another one although its score is lower"
     else:
         told += ", a tie"
     if "cost" in score and "cost" in chosen:
@@ -124,21 +126,21 @@ def _against(why: _Row) -> str:
 
 
 def _others(row: _Row) -> list[str]:
-    """What the candidates beside the two cost, where that is told; best first."""
+    """Return the costs of other candidates, best first, if they are known."""
     two = {row["score"]["endpoint"], row["runner_up"]["endpoint"] if row["runner_up"] else ""}
     told = [
         f"{_name(score)} {_short(score['cost'])} {score['unit']}"
         for score in row["scores"]
         if score["endpoint"] not in two and "cost" in score
     ]
-    return [f"of the others: {', '.join(told)}"] if told else []
+    return [f"other candidates: {', '.join(told)}"] if told else []
 
 
 def _decided(by: Sequence[str], total: float, runner_up: _Row) -> str:
     if by:
         return f"{_list(by)} decided"
     if runner_up["total"] > total + _LEVEL:
-        return f"the picker chose it although {runner_up['endpoint']} has more"
+        return f"the picker chose it although {runner_up['endpoint']} has a higher score"
     return "a tie, which the picker broke"
 
 
@@ -148,47 +150,47 @@ def _total(score: _Row, notes: dict[str, str]) -> str:
         for name, part in score["parts"].items()
         if part or name in notes
     ]
-    return _short(score["total"]) + (f", of it {', '.join(parts)}" if parts else "")
+    return _short(score["total"]) + (f", including {', '.join(parts)}" if parts else "")
 
 
 def _cost(row: _Row, cost: _Row) -> str:
-    """What a scorer that prefers the least of a cost went by."""
+    """Return the cost by which a scorer preferred the endpoint."""
     if "failed" in cost:
-        return f"{cost['scorer']} could not say what its cost was made of: {cost['failed']}"
+        return f"{cost['scorer']} could not list the parts of its cost: {cost['failed']}"
     unit, (chosen, *others) = cost["unit"], cost["endpoints"]
-    told = f"{cost['scorer']} of {chosen['endpoint']}: {_parts(chosen, unit)}"
+    told = f"cost by {cost['scorer']} for {chosen['endpoint']}: {_parts(chosen, unit)}"
     for other in others:
-        told += f"; of runner-up {other['endpoint']}: {_parts(other, unit)}"
+        told += f"; for runner-up {other['endpoint']}: {_parts(other, unit)}"
     return told + (f"; {_list(cost['decided_by'])} decided" if cost["decided_by"] else "")
 
 
 def _parts(cost: _Row, unit: str) -> str:
     parts = sorted(cost["parts"].items(), key=lambda part: -part[1])
     told = [f"{name} {_short(value)}" for name, value in parts if _short(value) != "0"]
-    return f"{_short(cost['total'])} {unit}" + (f", of it {', '.join(told)}" if told else "")
+    return f"{_short(cost['total'])} {unit}" + (f", including {', '.join(told)}" if told else "")
 
 
 def _known(name: str, known: _Row) -> str:
-    """How an endpoint stood, as far as the picker knew when it decided."""
+    """Return the load of an endpoint, as far as the picker knew it when it decided."""
     usage = known["kv_cache_usage"]
     age = known["metrics_age_s"]
     told = [
         f"{_count(known['waiting_requests'])} waiting",
         f"{_count(known['running_requests'])} running",
         "KV cache unknown" if usage is None else f"KV cache {usage:.0%}",
-        f"{_count(known['inflight_requests'])} in flight from here",
+        f"{_count(known['inflight_requests'])} in flight from this picker",
         f"{_count(known['inflight_prefill_tokens'])} tokens to prefill",
         "never scraped" if age is None else f"metrics {_short(age)} s old",
     ]
-    return f"{name} then: {', '.join(told)}"
+    return f"{name} at that time: {', '.join(told)}"
 
 
 def _shadow(told: _Row) -> str:
-    """E.g. "the shadow profile would have chosen pod-2: 64 uncached tokens there, 576 where it went"."""
+    """Return e.g. "the shadow profile would have chosen pod-2: 64 uncached tokens there, 576 here"."""
     if told["verdict"] == AGREED:
         return "the shadow profile agreed"
     if told["verdict"] != DIFFERED:
-        return f"the shadow profile has no say: {told['verdict']}"
+        return f"the shadow profile made no choice: {told['verdict']}"
     return (
         f"the shadow profile would have chosen {told['endpoint']}: "
         f"{_count(told['uncached_tokens'])} uncached tokens there, "
@@ -221,15 +223,15 @@ def _predicted(row: _Row) -> str:
 def _first_token(row: _Row) -> str:
     told = f"first token expected after {_short(row['expected_first_token_s'])} s"
     observed_s = (row["outcome"] or {}).get("first_output_s")
-    return told if observed_s is None else f"{told}, it came after {_short(observed_s)} s"
+    return told if observed_s is None else f"{told}, observed after {_short(observed_s)} s"
 
 
 def _ended(row: _Row) -> str:
     outcome = row["outcome"] or {}
     served = outcome.get("served_by")
-    elsewhere = f"the gateway went to {served} instead; " if served else ""
+    elsewhere = f"the gateway used {served} instead; " if served else ""
     if "ending" not in outcome:
-        return f"{elsewhere}no end was seen yet"
+        return f"{elsewhere}no end is recorded yet"
     status = outcome["status"]
     told = [f"{status}" if status else "no response was seen"]
     if outcome["by_gateway"] and status:

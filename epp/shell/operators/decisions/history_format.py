@@ -1,8 +1,8 @@
-"""Files of `--decisions-dir`: what is kept of decisions, in the very bytes that memory keeps.
+"""Format of the files of `--decisions-dir`, with the same bytes that memory stores.
 
-A file is gzip, member after member. In it stand frames: their length in four bytes, little-endian, and
-so many bytes, of which the first says what it is. Each file can be read without those before it: it
-begins with the head and with all settings and states that its decisions may name.
+A file consists of members of gzip. They contain frames: a length in four bytes, little-endian, and
+the content, whose first byte is the kind. Each file can be read without earlier ones, because it
+starts with the head and with all settings and states that its decisions may refer to.
 """
 
 import struct
@@ -22,7 +22,7 @@ VERSION: Final = 1
 KIND: Final = "decisions"
 ENDING: Final = "bin.gz"
 FRAME_BYTES_MAX: Final = 4 * 2**20
-"""States of a pool of ten thousand take less."""
+"""Maximum size of a frame; states of a pool of ten thousand are smaller."""
 
 HEAD: Final = b"h"
 SETTING: Final = b"c"
@@ -31,13 +31,13 @@ APPLIED: Final = b"a"
 REFUSED_DOCUMENT: Final = b"x"
 ENDED: Final = b"e"
 LOST: Final = b"l"
-"""Kinds of frames, besides those of records (`decision_record`)."""
+"""Kinds of frames beside those of records (`decision_record`)."""
 
 _LENGTH: Final = struct.Struct("<I")
 _NUMBER: Final = struct.Struct("<cq")
 _GZIP_FORMAT: Final = 31
 _PACKING_LEVEL: Final = 1
-"""Of gzip: 6 gains a ninth, and takes nearly three times as long."""
+"""Compression level of gzip; level 6 saves a ninth and takes nearly three times as long."""
 _pack: Final = msgspec.msgpack.Encoder().encode
 
 
@@ -47,15 +47,15 @@ class Head(Struct, frozen=True, kw_only=True):
     format: str = FORMAT
     version: int = VERSION
     origin: str
-    """Names the process."""
+    """Identifier of the process."""
     picker: str
-    """The name of the pod; "" where there is none."""
+    """Name of the pod, or "" if there is none."""
     began_s: float
-    """By the clock of the day: nothing in the file is older."""
+    """Unix time that is not after any record of the file."""
 
 
 class ToldSetting(Struct, frozen=True, kw_only=True):
-    """A configuration that decided, under a number that decisions name."""
+    """A configuration that decided, with the number that decisions refer to."""
 
     number: int
     generation: int
@@ -63,18 +63,20 @@ class ToldSetting(Struct, frozen=True, kw_only=True):
     weights: tuple[float, ...]
     by_blocks: tuple[str, ...]
     costs: tuple["ToldPlugin | None", ...] = ()
-    """Those of the scorers that can say what their cost is made of, None in the place of others."""
+    """Scorers that can list the parts of their cost, with None for others."""
 
 
 class ToldPlugin(Struct, frozen=True):
-    """A plugin, to be made again: its type and, packed, its parameters."""
+    """A plugin that can be created again from its type and packed parameters."""
 
     type_name: str
     parameters: bytes
 
 
 class ToldStates(Struct, frozen=True, kw_only=True):
-    """States of all endpoints that are not simply ready, under a number that decisions name."""
+    """The states of all endpoints that are not simply ready, with the number that decisions refer
+    to.
+    """
 
     number: int
     at_s: float
@@ -82,7 +84,7 @@ class ToldStates(Struct, frozen=True, kw_only=True):
 
 
 class ToldRefused(Struct, frozen=True, kw_only=True):
-    """A document that did not come into force."""
+    """A document that was rejected."""
 
     document: RefusedDocument
 
@@ -99,7 +101,7 @@ _KINDS: Final[Mapping[bytes, msgspec.msgpack.Decoder[Any]]] = {
 
 
 def told_plugin(type_name: str, plugin: object) -> ToldPlugin | None:
-    """`plugin` as it can be kept; None: it has a parameter that cannot."""
+    """Return `plugin` in a form that can be stored, or None if a parameter cannot be encoded."""
     try:
         return ToldPlugin(type_name, msgspec.msgpack.encode(plugin, enc_hook=_spelt))
     except (TypeError, NotImplementedError):
@@ -107,46 +109,49 @@ def told_plugin(type_name: str, plugin: object) -> ToldPlugin | None:
 
 
 def _spelt(value: object) -> str:
-    """A parameter as configurations spell it."""
+    """Return a parameter in the spelling of configurations."""
     if isinstance(value, Duration):
         return f"{float(value):.9f}s"
     raise NotImplementedError
 
 
 def frame_of(kind: bytes, told: Told) -> bytes:
-    """A frame that is no record."""
+    """Return a frame that is not a record."""
     return kind + _pack(told)
 
 
 def told_of(frame: bytes) -> Told:
-    """What `frame_of` was given. Raises `msgspec.DecodeError`, and `KeyError` for another kind."""
+    """Return the value that was passed to `frame_of`.
+
+    Raises `msgspec.DecodeError`, or `KeyError` for an unknown kind.
+    """
     told: Told = _KINDS[frame[:1]].decode(memoryview(frame)[1:])
     return told
 
 
 def ended_frame(number: int, head: bytes) -> bytes:
-    """The request of the decision `number` ended: its record begins with `head` from now on."""
+    """Return a frame that replaces the head of decision `number`, whose request ended."""
     return _NUMBER.pack(ENDED, number) + head
 
 
 def ended_of(frame: bytes) -> tuple[int, bytes]:
-    """What `ended_frame` was given."""
+    """Return the arguments of `ended_frame`."""
     return _NUMBER.unpack_from(frame)[1], frame[_NUMBER.size :]
 
 
 def framed(frame: bytes) -> bytes:
-    """As it stands in the file."""
+    """Return the frame with its length."""
     return _LENGTH.pack(len(frame)) + frame
 
 
 def packed_frames(frames: bytes) -> bytes:
-    """Whole frames as a member of gzip."""
+    """Compress complete frames into a member of gzip."""
     packer = zlib.compressobj(_PACKING_LEVEL, zlib.DEFLATED, _GZIP_FORMAT)
     return packer.compress(frames) + packer.flush()
 
 
 def length_of(head: bytes) -> int:
-    """Of the frame that follows these `LENGTH_BYTES`."""
+    """Return the length of the frame after these `LENGTH_BYTES`."""
     length: int = _LENGTH.unpack(head)[0]
     return length
 

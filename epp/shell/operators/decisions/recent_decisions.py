@@ -1,8 +1,8 @@
-"""What is kept of decisions, refusals and how they ended, for who asks why.
+"""Record recent decisions, refusals and their outcomes in memory.
 
-Of a request its id, its model and its numbers are kept, and of a refusal the path without its query;
-nothing of a prompt, of any other header or of an answer. What a page shows is worked out when it is
-asked for.
+Of a request the id, the model and its numbers are recorded, and of a refusal the path without
+query. No part of a prompt, an answer or another header is recorded. Rows for pages are computed on
+request.
 """
 
 import asyncio
@@ -66,58 +66,60 @@ from epp.shell.operators.decisions.history_format import ToldSetting, ended_fram
 from epp.shell.operators.decisions.record_ring import RecordRing
 
 BYTES_MAX: Final = 16 * 1024 * 1024
-"""Of all that is kept."""
+"""Maximum size of all records in bytes."""
 _SCORES_SHARE: Final = 4
-"""The scores of all candidates, which the newest decisions have besides, take a quarter."""
+"""Divisor for the share of memory with all candidates' scores, which only the newest decisions
+have."""
 KEEP_S: Final = 900.0
 _MEMBERSHIPS_MAX: Final = 64
-"""Lists of endpoints of which all candidates' scores can be told; each is as long as the pool."""
+"""Maximum number of remembered lists of endpoints; each is as long as the pool."""
 _STATES_MAX: Final = 256
-"""Times at which endpoints changed their states, of which decisions can be told what they were."""
+"""Maximum number of remembered endpoint states that decisions can refer to."""
 _SETTINGS_MAX: Final = 64
-"""Configurations whose scorers can be named."""
+"""Maximum number of remembered configurations."""
 _OPEN_MAX: Final = 65_536
-"""Decisions whose end is waited for: more than there may be streams."""
+"""Maximum number of decisions that wait for their end, more than there may be streams."""
 WAITING_MAX: Final = 64
-"""Decisions and ends that wait to be kept: one by one each would find its part of the memory cold. With
-their arrays of scores they take 40 KB each in a pool of a thousand."""
+"""Maximum number of decisions and ends that wait to be recorded.
+
+Recording them together uses the processor's cache better. With their arrays of scores each takes 40
+KB in a pool of a thousand."""
 _EXPIRED_PER_CALL_MAX: Final = 2_000
 COMPARED_MAX: Final = 8
-"""Requests of which, between two calls of `first_tokens`, the first token is compared with what was expected:
-to work that out takes some 0.1 ms each."""
+"""Maximum number of first tokens compared between two calls of `first_tokens`; each takes 0.1 ms."""
 _FAILED_FROM: Final = 500
 _FOUND_PER_TURN: Final = 8
-"""Rows that are made between two turns of the event loop."""
+"""Number of rows created between two turns of the event loop."""
 _ROWS_PER_TURN: Final = 500
-"""Rows that are looked through before the event loop gets its turn: well below 1 ms."""
+"""Number of records examined between two turns of the event loop, in well below 1 ms."""
 _BY_BLOCKS: Final = "prefix-cache-scorer"
-"""Type of scorer whose part is the share of blocks that matched."""
+"""Type of the scorer whose part is the share of matched blocks."""
 
 
 class _Deciding(Struct, frozen=True, gc=False):
-    """A decision that waits to be kept."""
+    """A decision that waits to be recorded."""
 
     at_s: float
     told: Decided
     picked: int
     slot: Ints
     scores: Floats
-    """float64[scorers, n]"""
+    """Scores as float64[scorers, n]."""
     dropped: Mapping[str, Ints]
     shadow: ShadowVerdict | None
 
 
 class _Ending(Struct, frozen=True, gc=False):
-    """The end of a request, which waits to be kept."""
+    """The end of a request, which waits to be recorded."""
 
     number: int
     head: bytes
     output_seen: bool
-    """The time of its first output is in `head`."""
+    """True if `head` contains the time of the first output."""
 
 
 class _Other(Struct, frozen=True, gc=False):
-    """A refusal, or who served instead, which waits to be kept."""
+    """A refusal or a different endpoint, which waits to be recorded."""
 
     at_s: float
     kind: bytes
@@ -125,17 +127,17 @@ class _Other(Struct, frozen=True, gc=False):
 
 
 class Wanted(Struct, frozen=True, kw_only=True):
-    """Which decisions and refusals to show; "": any."""
+    """A selection of decisions and refusals; "" matches any value."""
 
     request_id: str = ""
     endpoint: str = ""
-    """Name, with or without its namespace, or address."""
+    """Name with or without namespace, or address of an endpoint."""
     model: str = ""
     refused: str = ""
-    """"true", "false" or a reason."""
+    """"true", "false" or a reason of refusal."""
 
     def texts(self) -> tuple[bytes, ...]:
-        """What the packed row must contain."""
+        """Return texts that a matching packed record contains."""
         wanted = (self.request_id, self.endpoint, self.model)
         return tuple(kept_text(text).encode() for text in wanted if text)
 
@@ -151,35 +153,35 @@ class Wanted(Struct, frozen=True, kw_only=True):
 
 
 class Lately(Struct, kw_only=True):
-    """What was decided and refused from `since_s` to `until_s`, by the clock of the day."""
+    """Sums over decisions and refusals from `since_s` to `until_s`, in Unix time."""
 
     since_s: float
     until_s: float
     decided: int = 0
     refused: dict[str, int] = msgspec.field(default_factory=dict)
-    """By reason."""
+    """Number of refusals by reason."""
     endpoints: dict[str, "LatelyThere"] = msgspec.field(default_factory=dict)
-    """By name."""
+    """Sums of each endpoint by name."""
 
 
 class LatelyThere(Struct):
-    """Of one endpoint."""
+    """The sums of one endpoint."""
 
     requests: int = 0
     prompt_tokens: int = 0
     predicted_tokens: int = 0
-    """Of the prompts, those that were believed to be cached there."""
+    """Prompt tokens that were estimated as cached there."""
     compared_tokens: int = 0
-    """As `predicted_tokens`, of the requests whose answers told how many were."""
+    """Part of `predicted_tokens` from requests whose response reported the cached tokens."""
     compared_prompt_tokens: int = 0
-    """As `prompt_tokens`, of the same."""
+    """Part of `prompt_tokens` from the same requests."""
     cached_tokens: int = 0
     failed: int = 0
-    """Ended by a status of 500 or more."""
+    """Number of requests with a status of 500 or more."""
 
 
 class RecentDecisions:
-    """The last decisions and refusals: as many as there is room for, none older than `keep_s`."""
+    """The last decisions and refusals that fit into memory and are not older than `keep_s`."""
 
     def __init__(
         self,
@@ -192,8 +194,10 @@ class RecentDecisions:
         could_not: Callable[[str, Exception], None] = lambda *_: None,
         history: DecisionHistory | None = None,
     ) -> None:
-        """Both numbers of bytes are taken at once; `clock` tells the time of the day; `could_not` is
-        told of what waited and cannot be kept; `history` gets what is kept here, to keep it longer.
+        """Allocate memory for the records.
+
+        `clock` returns Unix time. `could_not` is called with records that fail to be stored.
+        `history`, if any, receives the same records to store them longer.
         """
         self._pool = pool
         self.keep_s = keep_s
@@ -204,40 +208,40 @@ class RecentDecisions:
         self._history = history
         self._waiting: list[_Deciding | _Ending | _Other] = []
         self._memberships: dict[int, Members] = {}
-        """By the generation of the pool, oldest first."""
+        """Members by generation of the pool, oldest first."""
         self._generation = -1
         self._slot: object = None
-        """Of the last decision's candidates: the very array, which nobody can write."""
+        """Slots of the last decision's candidates, compared by identity; the array is immutable."""
         self._slot_bytes = b""
         self._settings: dict[int, Setting] = {}
-        """By their number, oldest first."""
+        """Settings by number, oldest first."""
         self._setting = 0
         self._weights: object = None
-        """Of the decisions of the newest setting: the very array."""
+        """Weights of the newest setting, compared by identity."""
         self._configured: tuple[int, SchedulerSettings | None] = (0, None)
         self._states: dict[int, States] = {0: {}}
-        """By their number, oldest first."""
+        """Endpoint states by number, oldest first."""
         self._states_told = 0
         self._open: dict[int, int] = {}
-        """Number of a decision whose request has not ended -> its place, oldest first."""
+        """Positions of decisions whose request has not ended, by number, oldest first."""
         self._to_compare: list[int] = []
-        """Places of decisions whose requests have ended, and whose first outputs were seen."""
+        """Positions of decisions whose request has ended with a known first output."""
         self.shed = 0
-        """Streams that were answered without being looked at; of these nothing else is kept."""
+        """Number of streams that were rejected unread; nothing else about them is recorded."""
         self.unparsed: Counter[str] = Counter()
-        """Requests whose body was not fully understood since the start, by reason."""
+        """Number of requests with a body that was not fully understood, by reason, since the start."""
 
     def __len__(self) -> int:
         self.fold()
         return len(self._rows)
 
     def configured(self, generation: int, settings: SchedulerSettings) -> None:
-        """From now on decisions are by `settings`, the document number `generation`."""
+        """Use `settings` of document `generation` for later decisions."""
         self._configured = (generation, settings)
         self._weights = None
 
     def know_states(self, states: States) -> None:
-        """From now on `states` are those of all endpoints that are not simply ready."""
+        """Set the states of all endpoints that are not simply ready."""
         self._states_told += 1
         self._states[self._states_told] = states
         if len(self._states) > _STATES_MAX:
@@ -246,7 +250,7 @@ class RecentDecisions:
             self._history.states(self._states_told, states)
 
     def decided(self, decision: Decision) -> None:
-        """Keep what explains `decision`; neither the pool nor its load must have changed since."""
+        """Record a decision; the pool and its load must not have changed since."""
         if self._pool.generation != self._generation:
             self._remember_members()
         account, leg = decision.account, decision.leg
@@ -254,11 +258,11 @@ class RecentDecisions:
         slot = candidates.slot
         if scored.weights is not self._weights:
             self._remember_setting(leg)
-        # These three are rarely asked for again, so `leg` does not remember them.
+        # These three values are rarely needed again, so `leg` does not cache them.
         second = runner_up_of(scored, leg.picked)
         numbers = candidates.numbers_of(leg.picked)
         others = () if second is None else candidates.numbers_of(second)
-        # The greatest match counts only for requests that wait, at one of the two.
+        # The greatest match matters only if one of the two endpoints has waiting requests.
         waits = numbers[0] != 0.0 or (others and others[0] != 0.0)
         kept = Decided(
             account.number,
@@ -304,7 +308,7 @@ class RecentDecisions:
         request_id: str = "",
         path: str = "",
     ) -> None:
-        """Keep why a request was refused; None: it was not understood."""
+        """Record a refusal; `request` is None if the request was not understood."""
         told = Refused(
             kept_text(request.request_id if request else request_id),
             kept_text(request.model) if request else "",
@@ -318,7 +322,7 @@ class RecentDecisions:
         self._wait(_Other(self._clock(), REFUSED, told))
 
     def served(self, exchange: Exchange) -> None:
-        """The gateway says who serves; it is kept if that is not who was chosen."""
+        """Record the endpoint that the gateway used, if it is not the chosen one."""
         decision = exchange.decision
         if decision is None:
             return
@@ -335,11 +339,11 @@ class RecentDecisions:
         self._wait(_Other(self._clock(), SERVED, told))
 
     def completed(self, exchange: Exchange, outcome: Outcome, now: Seconds) -> None:
-        """Keep how the request of a decision ended."""
+        """Record the end of a decision's request."""
         decision = exchange.decision
         if decision is not None:
             leg = decision.leg
-            # The expectation is of the chosen endpoint and says nothing of another one that served.
+            # The estimate applies only to the chosen endpoint, not to another one that served.
             seen = (
                 exchange.first_output_at_s is not None
                 and leg.lease.slot == leg.candidates.slot.item(leg.picked)
@@ -347,26 +351,28 @@ class RecentDecisions:
             self._wait(_Ending(decision.number, ended_head(exchange, outcome, now), seen))
 
     def fold(self) -> None:
-        """Keep what waits, in its order. Done before anything is read.
+        """Store everything that waits, in order; this precedes every read.
 
-        One that cannot be kept costs no other.
+        A record that cannot be stored does not affect others.
         """
         waiting, self._waiting = self._waiting, []
         for one in waiting:
             try:
                 self._fold(one)
-            except Exception as error:  # noqa: BLE001  telemetry never fails a request, and here it would be another's
+            except Exception as error:  # noqa: BLE001  telemetry never fails a request, and this one belongs to another request
                 self._could_not("recent", error)
 
     def expire(self) -> None:
-        """Keep what waits and drop what is older than `keep_s`; bounded, about once a second."""
+        """Store waiting records and drop those older than `keep_s`. Call it about once a second."""
         self.fold()
         before_s = self._clock() - self.keep_s
         self._rows.drop_oldest(lambda record: kept_at_s(record) < before_s, _EXPIRED_PER_CALL_MAX)
 
     def first_tokens(self) -> list[tuple[Seconds, Seconds]]:
-        """After how long first tokens were expected, and when they came: of requests that have ended
-        since the last call, up to `COMPARED_MAX`. None of them went elsewhere than it was sent.
+        """Return expected and observed seconds to the first token, at most `COMPARED_MAX` pairs.
+
+        They belong to requests that ended since the last call and were served by the chosen
+        endpoint.
         """
         self.fold()
         places, self._to_compare = self._to_compare, []
@@ -383,10 +389,10 @@ class RecentDecisions:
         return found
 
     async def rows(self, count: int, wanted: Wanted, why_not: str = "") -> list[Row]:
-        """The last `count` that are wanted, newest first.
+        """Return the last `count` matching rows, newest first.
 
-        `why_not`: an endpoint by its name, with or without its namespace, or address, of which it is
-        told besides why it was not chosen.
+        `why_not` is the name, with or without namespace, or the address of an endpoint. Rows then
+        explain why that one was not chosen.
         """
         found: list[Row] = []
         texts = wanted.texts()
@@ -407,7 +413,7 @@ class RecentDecisions:
         return found
 
     async def lately(self, window_s: Seconds, records_max: int) -> Lately:
-        """Sums of the last `window_s`, or of the last `records_max` records if there were more."""
+        """Return the sums of the last `window_s` seconds, from at most `records_max` records."""
         until_s = self._clock()
         lately = Lately(since_s=until_s - window_s, until_s=until_s)
         looked_at = 0
@@ -429,7 +435,7 @@ class RecentDecisions:
                 reason = unpack_refused(record[PACKED_FROM:]).reason
                 lately.refused[reason] = lately.refused.get(reason, 0) + 1
         else:
-            # What was displaced may have been within the window.
+            # Records that were displaced may belong to the window.
             if self._rows.displaced and oldest_s < math.inf:
                 lately.since_s = oldest_s
         if looked_at == records_max:
@@ -438,13 +444,13 @@ class RecentDecisions:
 
     @property
     def oldest_at_s(self) -> float | None:
-        """When the oldest record that is kept was made; None: there is none."""
+        """Unix time of the oldest record, or None if there is none."""
         self.fold()
         oldest = self._rows.oldest()
         return None if oldest is None else kept_at_s(oldest)
 
     async def _newest_first(self) -> AsyncIterator[bytes]:
-        """The records that are not too old; the loop has its turn every few hundred."""
+        """Yield records that are not too old; the event loop runs every few hundred."""
         self.fold()
         before_s = self._clock() - self.keep_s
         for looked_at, record in enumerate(self._rows.newest_first(), 1):
@@ -570,7 +576,7 @@ def recent_decisions(
     could_not: Callable[[str, Exception], None],
     history: DecisionHistory | None = None,
 ) -> RecentDecisions:
-    """Some that take `bytes_max` together; next to nothing, if `keep_s` is 0."""
+    """Return an instance that uses `bytes_max` of memory, or almost none if `keep_s` is 0."""
     if not keep_s:
         return RecentDecisions(
             pool, rows_bytes_max=64, scores_bytes_max=64, keep_s=0.0, history=history

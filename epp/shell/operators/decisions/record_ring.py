@@ -1,9 +1,9 @@
-"""The last records of a stream of them, in memory that is taken once.
+"""Store the last records of a stream in memory that is allocated once.
 
-What lives for minutes among objects that live for milliseconds keeps whole pages of the allocator
-from being given back, and memory that fills slowly looks like a leak. Here all of it is one buffer:
-each record stands between two words that say how long it is, so that the oldest can be dropped from
-one end and the newest read from the other.
+Long-lived objects among short-lived ones prevent the allocator from returning pages, and memory
+that fills slowly looks like a leak. Therefore all records are in one buffer. Each record stands
+between two words with its length. The oldest record can thus be dropped at one end and the newest
+read at the other.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,40 +12,39 @@ from typing import Final
 _WORD_BYTES: Final = 4
 _WORD_SHIFT: Final = 2
 GONE: Final = -1
-"""The place of what was never kept."""
+"""Position of a record that was not stored."""
 
 
 class RecordRing:
-    """Keeps the newest records that fit in `size_bytes`, which all are taken at once.
+    """A ring of the newest records that fit in `size_bytes`, for use in one thread.
 
-    Not for more than one thread. Raises `ValueError` for a size that is not a multiple of 4 from 16
-    to 2**32 - 4.
+    Raises `ValueError` unless the size is a multiple of 4 from 16 to 2**32 - 4.
     """
 
     def __init__(self, size_bytes: int) -> None:
         if size_bytes % _WORD_BYTES or not 4 * _WORD_BYTES <= size_bytes < 2**32:
             raise ValueError(
-                f"a ring must have a multiple of {_WORD_BYTES} bytes from 16 to 2**32 - 4, "
-                f"is asked for {size_bytes}"
+                f"a ring must have a multiple of {_WORD_BYTES} bytes from 16 to 2**32 - 4, got "
+                f"{size_bytes}"
             )
-        # Repeated and not `bytearray(size_bytes)`, which takes no memory before it is written to.
+        # `bytearray(size_bytes)` would not allocate memory before it is written.
         self._bytes = memoryview(bytearray(b"\0") * size_bytes)
         self._words = self._bytes.cast("I")
         self._size_bytes = size_bytes
         self._oldest = 0
-        """Bytes that were written before the oldest record; so places count."""
+        """Position of the oldest record, counted in bytes since the start."""
         self._end = 0
         self.displaced = 0
-        """Records that went because newer ones needed their room."""
+        """Number of records that newer ones displaced."""
 
     def __len__(self) -> int:
-        """How many records are kept; they are counted."""
+        """Return the number of records; this iterates over all."""
         return sum(1 for _ in self.newest_first())
 
     def append(self, record: bytes) -> int:
-        """Keep `record` in place of the oldest; its place, for `get`.
+        """Store `record` in place of the oldest ones and return its position for `get`.
 
-        A record that is longer than the ring is not kept: `GONE`.
+        Return `GONE` if the record is longer than the ring.
         """
         size_bytes, words, length = self._size_bytes, self._words, len(record)
         framed_bytes = _framed_bytes(length)
@@ -66,9 +65,9 @@ class RecordRing:
         return place
 
     def overwrite(self, place: int, head: bytes) -> bool:
-        """The record at a place that `append` returned begins with `head` from now on.
+        """Overwrite the beginning of the record at a position with `head`.
 
-        False: it is not there any more. `head` must not be longer than the record.
+        Return False if the record no longer exists. `head` must not be longer than the record.
         """
         if not self._oldest <= place < self._end:
             return False
@@ -79,7 +78,10 @@ class RecordRing:
         return True
 
     def drop_oldest(self, goes: Callable[[bytes], bool], count_max: int) -> int:
-        """Drop the oldest while it `goes`, at most `count_max`; how many went."""
+        """Drop the oldest records while `goes` is true, at most `count_max`.
+
+        Return their number.
+        """
         dropped = 0
         while dropped < count_max and self._oldest < self._end:
             length = self._words[self._oldest % self._size_bytes >> _WORD_SHIFT]
@@ -90,20 +92,20 @@ class RecordRing:
         return dropped
 
     def get(self, place: int) -> bytes | None:
-        """The record at a place that `append` returned; None: not any more."""
+        """Return the record at a position, or None if it no longer exists."""
         if not self._oldest <= place < self._end:
             return None
         length = self._words[place % self._size_bytes >> _WORD_SHIFT]
         return self._read(place, length)
 
     def oldest(self) -> bytes | None:
-        """The one that will go first; None: there is none."""
+        """Return the oldest record, or None if there is none."""
         return self.get(self._oldest)
 
     def newest_first(self) -> Iterator[bytes]:
-        """Every record, newest first.
+        """Yield every record, newest first.
 
-        Others may be kept between two of them: those are not given, nor what they drop.
+        Records that are added or dropped meanwhile are skipped.
         """
         end = self._end
         while end > self._oldest:
@@ -112,7 +114,7 @@ class RecordRing:
             yield self._read(end, length)
 
     def _write(self, start: int, content: bytes) -> None:
-        """Write behind the word at `start`."""
+        """Write after the word at `start`."""
         at = (start + _WORD_BYTES) % self._size_bytes
         fits = self._size_bytes - at
         if len(content) <= fits:
@@ -129,5 +131,5 @@ class RecordRing:
 
 
 def _framed_bytes(length: int) -> int:
-    """What a record takes, both its words included; words do not straddle the end."""
+    """Return the size of a record with both words; words never cross the end of the buffer."""
     return (length + 3 * _WORD_BYTES - 1) & -_WORD_BYTES

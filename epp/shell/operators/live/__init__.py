@@ -1,1 +1,1 @@
-"""What a picker does now, as data and as a page that watches."""
+"""The current state of a picker, as data and as a web page."""

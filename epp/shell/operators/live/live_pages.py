@@ -1,7 +1,7 @@
-"""/live, a page that watches the picker, and /debug/live, the data that it asks for again and again.
+"""Serve /live, a page that shows the picker, and /debug/live, the data that it polls.
 
-The page itself holds no data and is open; it loads nothing from elsewhere, runs no script but its
-own, and writes what it is told as text only. The data ask for the token, if there is one.
+The page itself contains no data and needs no token. It loads nothing from other hosts, runs only
+its own script, and writes data as text. The data require the token, if there is one.
 """
 
 import base64
@@ -17,8 +17,8 @@ from epp.shell.operators.pages.bearer_token import BearerToken
 from epp.shell.operators.pages.page_queue import PageQueue
 
 LIVE_PAGES: Final = {
-    "/live": "a page to watch the picker with, in a browser",
-    "/debug/live": "what that page shows, as JSON; `epp top` shows the same",
+    "/live": "live view of the picker for a browser",
+    "/debug/live": "data of that page as JSON; `epp top` shows the same",
 }
 _PAGE: Final = Path(__file__).with_name("live_page.html")
 _INLINE: Final = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
@@ -40,7 +40,7 @@ class LivePages:
         }
 
     def routes(self, queue: PageQueue, token: BearerToken | None = None) -> list[web.RouteDef]:
-        """Data are made in `queue`. `token`: without it none are shown; None: to everybody."""
+        """Return the routes; data are created in `queue` and require `token`, if any."""
         made = queue.queued(self._data)
         data = token.guarded(made) if token else made
         return [web.get("/live", self._show), web.get("/debug/live", data)]
@@ -57,7 +57,7 @@ class LivePages:
 
 
 def _policy(page: str) -> str:
-    """Nothing but the style and the script in `page`, and data from where it came from."""
+    """Return a policy that allows only the style and script in `page`, and data from its origin."""
     allowed = {
         kind: f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
         for kind, content in _INLINE.findall(page)

@@ -1,6 +1,6 @@
-"""What a picker does now: the data of `epp top` and of the page /live.
+"""Collect the current state of a picker for `epp top` and the page /live.
 
-Made when it is asked for, at most once in `LOOK_S` however many ask, of what is kept anyhow.
+It is computed on request, at most once in `LOOK_S`, from data that are recorded anyway.
 """
 
 import asyncio
@@ -37,27 +37,27 @@ from epp.shell.process.own_process import ProcessLately
 LOOK_S: Final = 1.0
 WINDOW_S: Final = 60.0
 RECORDS_MAX: Final = 10_000
-"""That are added up at a look: some 20 ms, in turns with the requests."""
+"""Maximum number of records that are added up, in about 20 ms between requests."""
 ENDPOINTS_MAX: Final = 200
-"""Of a larger pool those are shown that are not ready, or have the most requests."""
+"""Maximum number of endpoints; those that are not ready or have most requests come first."""
 DECISIONS_SHOWN: Final = 12
 
 
 class LiveEndpoint(Struct, frozen=True, kw_only=True):
-    """One endpoint; what is None is not known."""
+    """The state of one endpoint; fields are None if unknown."""
 
     name: str
     address: str
     state: str
     slowness: float | None
-    """Times the pool's median of what requests take beside what is to be expected."""
+    """Duration of requests relative to expectation, as a multiple of the pool's median."""
     outlier: str | None
-    """"slow" or "failing"."""
+    """"slow" or "failing", or None."""
     ejected: bool
     since: str
-    """When it came into this state, as ISO 8601."""
+    """Start of this state in ISO 8601."""
     reason: str
-    """Why it is not ready, or slow, failing or ejected; "": nothing speaks against it."""
+    """Reason why it is not ready, slow, failing or ejected; "" if it has no problem."""
     metrics_age_s: float | None
     waiting: float | None
     running: float | None
@@ -65,28 +65,28 @@ class LiveEndpoint(Struct, frozen=True, kw_only=True):
     inflight_requests: int
     inflight_prefill_tokens: float | None
     requests: int
-    """In the window, as all that follows."""
+    """Counted within the current window, like all fields below."""
     share: float
-    """Of all requests, 0 to 1."""
+    """Share of all requests, from 0 to 1."""
     failed: int
     prompt_tokens: int = 0
-    """Of which `predicted_hits` is a share."""
+    """Prompt tokens that `predicted_hits` is a share of."""
     compared_prompt_tokens: int = 0
-    """Of which `compared_hits` and `actual_hits` are shares."""
+    """Prompt tokens that `compared_hits` and `actual_hits` are shares of."""
     predicted_hits: float | None
-    """Share of the prompt tokens that were believed to be cached there, 0 to 1."""
+    """Share of prompt tokens that were estimated as cached there, from 0 to 1."""
     compared_hits: float | None
-    """The same of those requests whose answers told what was cached; beside `actual_hits`."""
+    """Same share for requests whose response reported cached tokens; compare with `actual_hits`."""
     actual_hits: float | None
-    """Share of their prompt tokens that was."""
+    """Share of their prompt tokens that were cached."""
     engine_ttft_s: Seconds | None = None
-    """Mean time to first token in the last minute, by the engine's own clock."""
+    """Mean time to first token of the last minute, measured by the engine."""
     kv_events: str | None = None
-    """How its KV events are heard, "live" or what is wrong with them; None: nobody is to hear them."""
+    """State of its KV events ("live" or a problem), or None if none are wanted."""
     kv_events_problem: str | None = None
-    """Why they are not heard."""
+    """Reason why no KV events are received."""
     engine_hits: float | None = None
-    """Share of the prompt tokens of all that it served, by the engine's own counters."""
+    """Share of prompt tokens found in the cache, by the engine's own counters."""
 
 
 class LiveScore(Struct, frozen=True, kw_only=True):
@@ -96,68 +96,68 @@ class LiveScore(Struct, frozen=True, kw_only=True):
     total: float
     parts: dict[str, float]
     state: str = "ready"
-    """Of the endpoint then."""
+    """State of the endpoint at that time."""
     cost: float | None = None
-    """What the first scorer of costs went by; None: there is none, or it cannot say."""
+    """Cost of the first scorer with costs, or None if there is none or it is unknown."""
     unit: str = ""
-    """Of `cost`."""
+    """Unit of `cost`."""
 
 
 class LiveDecision(Struct, frozen=True, kw_only=True):
-    """One decision or refusal."""
+    """A decision or refusal."""
 
     at: str
     request_id: str
     model: str
     refused: str | None = None
-    """The reason; then there are no scores."""
+    """Reason of the refusal, or None; a refusal has no scores."""
     status: int | None = None
-    """Of the response; None: none was seen yet."""
+    """Status of the response, or None if it was not seen yet."""
     score: LiveScore | None = None
     runner_up: LiveScore | None = None
     decided_by: list[str] = field(default_factory=list)
-    """Scorers, or of one alone that goes by a cost the parts of that."""
+    """Scorers that decided, or the parts of the cost of a single scorer."""
     matched_blocks: int = 0
     total_blocks: int = 0
     served_by: str | None = None
-    """The gateway went there instead."""
+    """Endpoint that the gateway used instead, or None."""
 
 
 class Live(Struct, frozen=True, kw_only=True):
-    """What is seen at one look."""
+    """The state of a picker at one time."""
 
     version: str
     at_s: float
-    """By the clock of the day."""
+    """Unix time in seconds."""
     pool: str
     window_s: float
-    """What is summed up is of so many seconds: fewer than asked for where more were not kept."""
+    """Length of the window in seconds, which is shorter if older records were dropped."""
     decided: int
     refused: dict[str, int]
-    """In the window, by reason."""
+    """Number of refusals in the window by reason."""
     shed_total: int
-    """Streams that were turned away unread since the start."""
+    """Number of streams that were rejected unread since the start."""
     unparsed_total: dict[str, int] = field(default_factory=dict)
-    """Requests whose body was not fully understood since the start, by reason."""
+    """Number of requests with a body that was not fully understood, by reason, since the start."""
     decided_total: int
     endpoints_total: int
     endpoints_ready: int
     endpoints: list[LiveEndpoint]
-    """By name."""
+    """Endpoints by name."""
     decisions: list[LiveDecision]
-    """Newest first."""
+    """Decisions, newest first."""
     configuration: Applied
     configuration_refused: RefusedDocument | None
     process: ProcessLately | None = None
-    """None: a picker of an earlier version."""
+    """Figures of the process, or None from a picker of an earlier version."""
     process_at: str = ""
-    """Where the picker is whose process that is, of several; "": there is one."""
+    """Address of the picker that `process` belongs to; "" if there is only one."""
     capture: CaptureSnapshot | None = None
-    """None: nothing is captured."""
+    """Figures of the capture, or None if nothing is captured."""
 
 
 class LiveView:
-    """Looks at a picker for whoever watches."""
+    """A view of a picker's current state."""
 
     def __init__(  # noqa: PLR0913, PLR0917  what a look is made of
         self,
@@ -172,7 +172,7 @@ class LiveView:
         capture: Callable[[], CaptureSnapshot | None] = lambda: None,
         kv_events: Callable[[Endpoint], SourceRow | None] = lambda _: None,
     ) -> None:
-        """`pool`: its name; "": it has none. `first_tokens` by endpoint id."""
+        """`pool` is its name, or "". `first_tokens` returns figures by endpoint id."""
         self._first_tokens = first_tokens
         self._capture = capture
         self._kv_events = kv_events
@@ -188,7 +188,7 @@ class LiveView:
         self._seen_at_s = -LOOK_S
 
     async def look(self) -> bytes:
-        """A `Live` as JSON, not older than `LOOK_S`."""
+        """Return a `Live` as JSON that is not older than `LOOK_S`."""
         async with self._looking:
             if self._clock() - self._seen_at_s >= LOOK_S:
                 self._seen = msgspec.json.encode(await self._live())
@@ -226,7 +226,7 @@ class LiveView:
 
 
 def _worth(row: Row, lately: Lately) -> tuple[bool, int]:
-    """The least is worth showing first."""
+    """Return a sort key; the endpoints with the least keys are shown first."""
     there = lately.endpoints.get(row["name"])
     quiet = row["state"] == Standing.READY and row["outlier"] is None
     return quiet, -(there.requests if there else 0)

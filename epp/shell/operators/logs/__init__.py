@@ -1,1 +1,1 @@
-"""What the log says, and how."""
+"""Format of log lines, and lines about decisions, endpoints and plugins."""

@@ -1,7 +1,7 @@
-"""The line that explains a decision.
+"""Log a line that explains a decision.
 
-Of a request a line shows its id, its model and, where it was refused, its path without the query;
-all else that a client sent never reaches a log.
+A line contains the id and model of a request and, if it was refused, the path without query. Other
+data from clients never reaches a log.
 """
 
 from typing import Final
@@ -17,15 +17,15 @@ from epp.shell.operators.logs.set_up import LogLevel
 from epp.shell.per_second import PerSecond
 
 _TEXT_CHARACTERS_MAX: Final = 256
-"""What a client can write into a line, a model name or a request id, is cut here."""
+"""Maximum number of characters of a text from a client: model name or request id."""
 
 
 class DecisionLog:
-    """Explains decisions and refusals, at a bounded rate.
+    """A log of decisions and refusals at a bounded rate.
 
-    At debug every decision is a line. At info every `sample_every`-th is, by its number, so that
-    two runs with the same decisions log the same ones, beginning with the first. Refusals are
-    logged at info, at most `refusals_per_second_max`; the next line tells how many were left out.
+    At debug level every decision is logged. At info level every `sample_every`-th is, by its
+    number, so that two runs with the same decisions log the same ones. Refusals are logged at info
+    level, at most `refusals_per_second_max`; the next line contains the number of omitted ones.
     """
 
     def __init__(
@@ -37,9 +37,11 @@ class DecisionLog:
         refusals_per_second_max: int = 10,
         candidates_max: int = 16,
     ) -> None:
-        """`level` as given to `configure_logging`. At most `candidates_max` rows in a table."""
-        assert sample_every >= 1, f"sample_every must be at least 1, is {sample_every}"
-        assert candidates_max >= 1, f"candidates_max must be at least 1, is {candidates_max}"
+        """`level` is the one passed to `configure_logging`; a line has at most `candidates_max`
+        rows.
+        """
+        assert sample_every >= 1, f"sample_every must be at least 1, got {sample_every}"
+        assert candidates_max >= 1, f"candidates_max must be at least 1, got {candidates_max}"
         self._logger = logger
         self._debug = level == "debug"
         self._info = self._debug or level == "info"
@@ -48,11 +50,11 @@ class DecisionLog:
         self._candidates_max = candidates_max
 
     def decided(self, decision: Decision) -> None:
-        """Log where a request goes and the best candidates' scores by scorer."""
+        """Log the destination of a request and the best candidates' scores by scorer."""
         if self._debug:
             self._logger.debug("decision", **self._line(decision.account))
             return
-        # Numbers count from 1.
+        # Numbers start at 1.
         if self._info and (decision.account.number - 1) % self._sample_every == 0:
             self._logger.info(
                 "decision", sample_every=self._sample_every, **self._line(decision.account)
@@ -67,9 +69,9 @@ class DecisionLog:
         request_id: str = "",
         path: str = "",
     ) -> None:
-        """Log why a request was refused; `request` is known once it was parsed.
+        """Log why a request was refused; `request` is None if it was not parsed.
 
-        Not the sentence for the client: it may quote what the client sent.
+        The sentence for the client is omitted, because it may quote the client's data.
         """
         if not self._info or not (self._debug or self._refusals.admits(now)):
             return

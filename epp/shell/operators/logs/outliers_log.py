@@ -1,4 +1,4 @@
-"""One line for each endpoint that turns out slow or failing beside the others, and one when it is not."""
+"""Log when an endpoint becomes a slow or failing outlier, and when it no longer is."""
 
 import math
 import time
@@ -11,24 +11,24 @@ from epp.core.knowledge.outliers import Outlier
 from epp.core.types import Seconds
 
 LINES_MAX: Final = 10
-"""In one look: a bad rollout makes hundreds fail at once."""
+"""Maximum number of lines per report; a bad rollout makes hundreds fail at once."""
 
 AGAIN_S: Final = 60.0
-"""Of one endpoint at most a line in so long: it may fail and recover many times a minute."""
+"""Minimum time in seconds between lines about one endpoint, which may change often."""
 
 _log: Final = structlog.get_logger(__name__)
 
 
 class OutliersLog:
-    """Compares the outliers with those of the last look; called about once a second."""
+    """A log that compares outliers with the previous ones. Call `report` about once a second."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._told: dict[str, tuple[Outlier | None, Seconds]] = {}
-        """Endpoint id -> what was told of it last, and when."""
+        """Logged outlier and its time, by endpoint id."""
 
     def report(self) -> None:
-        """Log what has changed since it was told."""
+        """Log changes since the last line of each endpoint."""
         now = time.monotonic()
         found = dict(self._scheduler.outliers.detected(now))
         before, self._told = self._told, {}
@@ -44,7 +44,10 @@ class OutliersLog:
             if was is not None or now < told_at_s + AGAIN_S:
                 self._told[endpoint.endpoint_id] = was, told_at_s
         if changed > LINES_MAX:
-            _log.warning("more endpoints became outliers or ceased", endpoints=changed - LINES_MAX)
+            _log.warning(
+                "outlier status changed for more endpoints than are logged",
+                endpoints=changed - LINES_MAX,
+            )
 
 
 def _alike(was: Outlier | None, outlier: Outlier | None) -> bool:
@@ -55,8 +58,8 @@ def _alike(was: Outlier | None, outlier: Outlier | None) -> bool:
 
 def _tell(endpoint: str, was: Outlier | None, outlier: Outlier | None) -> None:
     if outlier is None:
-        assert was is not None, "something changed"
-        _log.info("endpoint is no outlier any more", endpoint=endpoint, was=was.cause.value)
+        assert was is not None, "one of both is an outlier"
+        _log.info("endpoint is no longer an outlier", endpoint=endpoint, was=was.cause.value)
         return
     known = not math.isnan(outlier.slowness)
     _log.warning(

@@ -1,6 +1,6 @@
-"""How a line of the log looks and where it goes.
+"""Configure the format and destination of log lines.
 
-Lines go to standard output: it is where a container's logs are collected, and `epp serve` prints
+Lines are written to standard output, where a container's logs are collected. `epp serve` prints
 nothing else there.
 """
 
@@ -26,10 +26,10 @@ _LEVELS: Final = {
 
 
 def configure_logging(log_format: LogFormat, level: LogLevel) -> None:
-    """Set up structlog, once, at start: one line an event, UTC timestamps, below `level` nothing.
+    """Configure structlog once at start: one line per event, UTC times, nothing below `level`.
 
-    Loggers are cached at first use, so that a filtered line costs one call of an empty function;
-    a logger that was used before this call keeps the old set-up.
+    Loggers are cached at first use, so that a filtered line costs one call of an empty function. A
+    logger that was used before this call keeps the old configuration.
     """
     structlog.configure(
         processors=_processors(log_format),
@@ -56,7 +56,10 @@ def _processors(log_format: LogFormat) -> list[Processor]:
 
 
 def _only_printable(_: WrappedLogger, __: str, line: EventDict) -> EventDict:
-    """What a client wrote cannot forge a line, nor steer a terminal; JSON escapes it anyhow."""
+    """Escape control characters, so that clients cannot forge lines or control a terminal.
+
+    JSON escapes them by itself.
+    """
     for name, value in line.items():
         if isinstance(value, str):
             line[name] = printable(value)

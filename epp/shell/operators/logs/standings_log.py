@@ -1,4 +1,4 @@
-"""One line for each endpoint that stops getting work first, and one when it is back."""
+"""Log when an endpoint stops being ready, and when it is ready again."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ from epp.core.knowledge.pool import Standing
 from epp.core.types import Endpoint, Seconds
 
 LINES_MAX: Final = 20
-"""In one look: a partition takes away a thousand endpoints at once, and gives them back."""
+"""Maximum number of lines per comparison; a network partition affects a thousand endpoints at once."""
 LOOKS_PER_STALENESS: Final = 8
 LOOK_S_MIN: Final = 0.05
 LOOK_S_MAX: Final = 1.0
@@ -21,7 +21,7 @@ _log = structlog.get_logger(__name__)
 
 
 class StandingsLog:
-    """Compares standings to those of the last look. An endpoint is ready until known otherwise."""
+    """A log of changes of standings. An endpoint is ready until known otherwise."""
 
     def __init__(
         self,
@@ -30,24 +30,24 @@ class StandingsLog:
         *,
         staleness_s: Seconds,
     ) -> None:
-        """`problem_of` an endpoint: why its last scrape failed, by kind and in a sentence.
+        """`problem_of` returns kind and sentence of an endpoint's failed scrape.
 
-        `run` looks some times while metrics become `staleness_s` old.
+        `run` compares several times while metrics become `staleness_s` old.
         """
         self._scheduler = scheduler
         self._problem_of = problem_of
         self._look_every_s = min(max(staleness_s / LOOKS_PER_STALENESS, LOOK_S_MIN), LOOK_S_MAX)
         self._not_ready: dict[str, tuple[Standing, Seconds]] = {}
-        """Endpoint id -> standing, and since when it is not ready."""
+        """Standing and start time of endpoints that are not ready, by endpoint id."""
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Compare periodically until cancelled."""
         while True:
             await asyncio.sleep(self._look_every_s)
             self.look(time.monotonic())
 
     def look(self, now: Seconds) -> None:
-        """Log what has changed since the last look."""
+        """Log changes since the last comparison."""
         standings = self._scheduler.standings(now)
         before, self._not_ready = self._not_ready, {}
         changed = 0
@@ -55,7 +55,7 @@ class StandingsLog:
             was, since_s = before.get(endpoint.endpoint_id, (Standing.READY, now))
             standing = standings[slot]
             if standing is Standing.NEVER_SCRAPED:
-                # It joined or restarted, and will be known in an instant.
+                # The endpoint joined or restarted, and its standing will be known very soon.
                 standing = was
             if standing is not Standing.READY:
                 self._not_ready[endpoint.endpoint_id] = standing, since_s
@@ -64,7 +64,9 @@ class StandingsLog:
                 if changed <= LINES_MAX:
                     self._tell(endpoint, was, standing, now - since_s)
         if changed > LINES_MAX:
-            _log.info("more endpoints changed their standing", endpoints=changed - LINES_MAX)
+            _log.info(
+                "standing changed for more endpoints than are logged", endpoints=changed - LINES_MAX
+            )
 
     def _tell(self, endpoint: Endpoint, was: Standing, standing: Standing, for_s: Seconds) -> None:
         if standing is Standing.READY:

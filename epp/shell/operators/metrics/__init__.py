@@ -1,1 +1,1 @@
-"""What /metrics shows: the table of metrics, what is counted, and what is read when it is asked for."""
+"""The metrics page: the table of metrics, counting, and values that are read on request."""

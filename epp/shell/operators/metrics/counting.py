@@ -1,11 +1,10 @@
 """Counters, gauges and histograms for one thread, rendered by prometheus_client.
 
-The library's own take a lock for every increment and look for the bucket by a linear search: with
-some fifteen of them to a decision that is a third of its budget. Formats and escaping stay the
-library's.
+The library's own types take a lock for every increment and search the bucket linearly. With fifteen
+of them per decision that takes a third of its time budget. Formats and escaping are the library's.
 
-What has many of them a request waits in rows (`Waiting`) and is counted together: alone, each finds
-its part of the memory cold.
+Events with many metrics are collected in rows (`Waiting`) and counted together, because single ones
+find their data outside the processor's cache.
 """
 
 import math
@@ -23,10 +22,10 @@ from prometheus_client.samples import Exemplar, Sample
 from epp.shell.operators.metrics.metric_table import MetricSpec
 
 _NUMBER_BYTES: Final = 24
-"""The longest number, with the space before it and the line break."""
+"""Maximum length of a number with the space before it and the line break."""
 _COUNT_BYTES: Final = 16
 _FEW: Final = 32
-"""Values that are sorted into buckets sooner one by one than as an array."""
+"""Number of values below which sorting them one by one into buckets is faster than as an array."""
 
 Column: TypeAlias = ndarray[tuple[int], np.dtype[np.float64]]
 Rows: TypeAlias = ndarray[tuple[int, int], np.dtype[np.float64]]
@@ -55,7 +54,7 @@ class Number:
 
 
 class Distribution:
-    """A histogram. `bounds` are upper bounds, ascending, without +Inf."""
+    """A histogram. `bounds` are ascending upper bounds without +Inf."""
 
     __slots__ = ("_bounds", "_counts", "_exemplars", "_sum")
 
@@ -70,7 +69,7 @@ class Distribution:
         self._sum += value
 
     def observe_all(self, values: Column) -> None:
-        """As `observe` of each; the sum is rounded once."""
+        """Observe all `values`; the sum is rounded once."""
         if len(values) < _FEW:
             for value in values.tolist():
                 self.observe(value)
@@ -81,9 +80,9 @@ class Distribution:
         self._sum += float(values.sum())
 
     def exemplify(self, exemplar: Exemplar, *, grow: bool) -> bool:
-        """Show `exemplar`, of a value that was observed, with its bucket, in place of its last one.
+        """Attach `exemplar`, of an observed value, to its bucket in place of the previous one.
 
-        Without `grow` only where there was one. Whether there is one more now.
+        Without `grow` only an existing exemplar is replaced. Return True if there is one more now.
         """
         bucket = bisect_left(self._bounds, exemplar.value)
         added = bucket not in self._exemplars
@@ -92,7 +91,7 @@ class Distribution:
         return grow and added
 
     def samples(self, name: str, labels: dict[str, str]) -> list[Sample]:
-        """Cumulative buckets, as the exposition format has them, then count and sum."""
+        """Return cumulative buckets in the exposition format, then count and sum."""
         found: list[Sample] = []
         below = 0
         exemplars = self._exemplars
@@ -108,7 +107,7 @@ class Distribution:
 
 
 class Sum:
-    """How much it was together and how often: a summary without quantiles."""
+    """A sum and a count: a summary without quantiles."""
 
     __slots__ = ("_count", "_sum")
 
@@ -117,7 +116,7 @@ class Sum:
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        """NaN is not known, and no observation."""
+        """Observe a value; NaN means unknown and is ignored."""
         if not math.isnan(value):
             self._count += 1
             self._sum += value
@@ -130,9 +129,9 @@ class Sum:
 
 
 class Waiting(Generic[Key]):
-    """Rows of a key and `width` numbers each, until they are taken to be counted.
+    """A list of rows, each with a key and `width` numbers, until they are counted.
 
-    Nothing but the key and copies of the numbers is kept. Whoever appends bounds how many wait.
+    It stores only the key and copies of the numbers. The caller limits the number of rows.
     """
 
     __slots__ = ("_keys", "_numbers", "_pack", "_width")
@@ -147,16 +146,16 @@ class Waiting(Generic[Key]):
         return len(self._keys)
 
     def append(self, key: Key, *numbers: float) -> int:
-        """Return how many rows wait now.
+        """Add a row and return the number of rows.
 
-        Raises `struct.error`, and keeps nothing, if these are not `width` numbers.
+        Raises `struct.error` and adds nothing unless there are `width` numbers.
         """
         self._numbers += self._pack(*numbers)
         self._keys.append(key)
         return len(self._keys)
 
     def take(self) -> tuple[list[Key], Rows]:
-        """All that wait, oldest first; none do from now on."""
+        """Return all rows, oldest first, and clear the list."""
         keys, rows = self._keys, np.frombuffer(self._numbers).reshape(-1, self._width)
         self._keys, self._numbers = [], bytearray()
         return keys, rows
@@ -176,7 +175,7 @@ class Family(Collector, Generic[Child]):
             self.labels()
 
     def labels(self, *values: str) -> Child:
-        """The child with these label values, made if there is none."""
+        """Return the child with these label values, creating it if necessary."""
         assert len(values) == len(self.row.labels), f"{self.row.name} has labels {self.row.labels}"
         child = self._children.get(values)
         if child is None:
@@ -184,7 +183,9 @@ class Family(Collector, Generic[Child]):
         return child
 
     def page_bytes(self, values: tuple[str, ...]) -> int:
-        """What a child with these label values takes on a page, rather too much than too little."""
+        """Return an upper estimate of the size of a child with these label values on a page, in
+        bytes.
+        """
         row = self.row
         labels = 2 + sum(
             len(label) + 4 + len(value.encode()) + value.count('"') + value.count("\\")
@@ -192,7 +193,7 @@ class Family(Collector, Generic[Child]):
         )
         if not row.buckets:
             return len(row.name) + labels + _NUMBER_BYTES
-        # One a bucket, +Inf, count and sum.
+        # There is one line per bucket, +Inf, count and sum.
         line = len(row.name) + len("_bucket") + labels + _COUNT_BYTES
         bounds = sum(len(f'le="{bound}",') for bound in (*row.buckets, math.inf))
         return (len(row.buckets) + 3) * line + bounds + _NUMBER_BYTES
@@ -201,7 +202,7 @@ class Family(Collector, Generic[Child]):
         del self._children[values]
 
     def retain(self, stays: Callable[[tuple[str, ...]], bool]) -> None:
-        """Remove the children whose label values do not stay."""
+        """Remove the children for whose label values `stays` is false."""
         self._children = {
             values: child for values, child in self._children.items() if stays(values)
         }
@@ -210,19 +211,19 @@ class Family(Collector, Generic[Child]):
         self._children.clear()
 
     def describe(self) -> Iterator[Metric]:
-        """What the registry compares names by."""
+        """Return the metric, by whose names the registry detects duplicates."""
         return self.collect()
 
     def collect(self) -> Iterator[Metric]:
         row = self.row
         family = Metric(row.name.removesuffix("_total"), row.help, row.kind)
-        # Made while the page is written, so that a family of a thousand children can be written
-        # in slices. The library only iterates over it.
+        # The samples are created while the page is written, so that a family of a thousand children
+        # can be written in slices. The library only iterates over them.
         family.samples = cast("list[Sample]", self)
         yield family
 
     def __iter__(self) -> Iterator[Sample]:
         names = self.row.labels
-        # A copy: between two samples children may come and go.
+        # A copy is used because children may be added or removed between two samples.
         for values, child in tuple(self._children.items()):
             yield from child.samples(self.row.name, dict(zip(names, values, strict=True)))

@@ -1,8 +1,8 @@
-"""What each endpoint did with the requests that it got: the series by which a bad one is found.
+"""Metrics of each endpoint's requests, which show a faulty endpoint.
 
-A request is one row when it has ended; rows wait and are counted together. An endpoint has sums and
-counts, from which means and their median over the pool follow: distributions of a thousand
-endpoints would be a page of many megabytes.
+A request becomes one row when it ends; rows are counted together. Each endpoint has sums and
+counts, from which means and their median over the pool follow. Histograms of a thousand endpoints
+would make the page many megabytes long.
 """
 
 import math
@@ -15,11 +15,11 @@ from epp.core.types import Endpoint, Seconds
 from epp.shell.operators.metrics.counting import Family, Number, Sum, Waiting
 
 ENDPOINTS_MAX: Final = 1_000
-"""Endpoints with series of their own; those beyond have none here."""
+"""Maximum number of endpoints with series of their own."""
 WAITING_MAX: Final = 256
-"""Requests that wait to be counted."""
+"""Maximum number of requests that wait to be counted."""
 UNREACHED: Final = "unreached"
-"""In place of a status: the gateway answered, because it did not get through."""
+"""Status class for responses that the gateway sent because it could not reach the endpoint."""
 _NUMBERS: Final = 6
 
 _Labels = tuple[str, str, str]
@@ -35,7 +35,7 @@ class _Children(Struct):
 
 
 class EndpointSeries:
-    """Series of the endpoints that are there; those that left are forgotten with theirs."""
+    """The series of current endpoints; those of removed endpoints are dropped."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class EndpointSeries:
         numbers: Mapping[str, Family[Number]],
         labels_of: Callable[[str, str], _Labels],
     ) -> None:
-        """Families by the names of the table; `labels_of` name and address of an endpoint."""
+        """Families by name; `labels_of` returns the labels for name and address of an endpoint."""
         self._headers_s = sums["homing_per_endpoint_response_headers_seconds"]
         self._ttft_s = sums["homing_per_endpoint_ttft_seconds"]
         self._duration_s = sums["homing_per_endpoint_request_duration_seconds"]
@@ -56,7 +56,7 @@ class EndpointSeries:
         self._waiting: Waiting[_Key] = Waiting(_NUMBERS)
 
     def replace(self, endpoints: Iterable[Endpoint]) -> None:
-        """The pool is now `endpoints`."""
+        """Replace the endpoints of the pool."""
         self.fold()
         self._present = {}
         for endpoint in endpoints:
@@ -85,7 +85,7 @@ class EndpointSeries:
         prompt_tokens: int,
         predicted_hit_tokens: int,
     ) -> None:
-        """A request that `endpoint` got has ended; None: that was not seen."""
+        """Record the end of a request at `endpoint`; None means that it was not seen."""
         waiting = self._waiting.append(
             (endpoint.name, endpoint.address),
             math.nan if headers_s is None else headers_s,
@@ -99,7 +99,7 @@ class EndpointSeries:
             self.fold()
 
     def fold(self) -> None:
-        """Count the requests that wait; of endpoints that left meanwhile nothing."""
+        """Count the recorded requests, except those of removed endpoints."""
         if not self._waiting:
             return
         keys, rows = self._waiting.take()

@@ -1,7 +1,7 @@
-"""Our metrics under the names of the field besides, so that dashboards made for it go on.
+"""Provide metrics additionally under the names of other pickers, for existing dashboards.
 
-Names and labels are those that the Gateway API inference extension (up to v1.3) and llm-d-router
-(v0.10) export; only what we have is there. Nothing is counted twice: a page repeats its families.
+Names and labels are those of the Gateway API inference extension (up to v1.3) and llm-d-router
+(v0.10), as far as Homing has the metric. Nothing is counted twice: the page repeats families.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,12 +16,12 @@ from epp.flags.values import CompatMetrics
 
 
 class FieldName(Struct, frozen=True):
-    """A metric of the field: ours, under another name and other names of labels."""
+    """Another name of a metric, with other names of labels."""
 
     name: str
     of: str
     labels: tuple[tuple[str, str], ...] = ()
-    """Our name of a label -> the field's; what is not here keeps its name."""
+    """Label names of Homing and of the other picker; missing labels keep their name."""
 
 
 def _same(*suffixes: str) -> tuple[FieldName, ...]:
@@ -78,7 +78,7 @@ FIELD_NAMES: Final[Mapping[CompatMetrics, tuple[FieldName, ...]]] = {
 
 
 class WithFieldNames(Collector):
-    """All that `source` has, and after each family the same under the names of `names`."""
+    """All families of `source`, each followed by copies with the names in `names`."""
 
     def __init__(self, source: Collector, names: tuple[FieldName, ...]) -> None:
         self._source = source
@@ -92,14 +92,15 @@ class WithFieldNames(Collector):
             suffix = "_total" if family.type == "counter" else ""
             for name in self._names.get(family.name + suffix, ()):
                 known = name.name.removesuffix(suffix)
-                told = Metric(known, f"As {name.of}. {family.documentation}", family.type)
-                # Made while the page is written: a family may have thousands.
+                told = Metric(known, f"Same as {name.of}. {family.documentation}", family.type)
+                # The samples are created while the page is written, because a family may have
+                # thousands.
                 told.samples = cast("list[Sample]", _Renamed(family, known, dict(name.labels)))
                 yield told
 
 
 class _Renamed:
-    """The samples of `family` under another name; iterated over, like the library's list."""
+    """The samples of `family` under another name; it is only iterated over."""
 
     def __init__(self, family: Metric, name: str, labels: dict[str, str]) -> None:
         self._family = family

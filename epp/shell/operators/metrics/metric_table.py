@@ -1,7 +1,7 @@
-"""Every metric that the picker exports, in one table: tests and documentation read it.
+"""Define every exported metric in one table, which tests and documentation read.
 
-Names, as far as the field has one, are those of the reference endpoint picker with the prefix
-`homing_`. A counter is listed by the name that is queried, with `_total`.
+Names are those of the reference endpoint picker with the prefix `homing_`, if it has the metric. A
+counter is listed by the name that queries use, with `_total`.
 """
 
 from typing import Final, Literal, TypeAlias
@@ -11,22 +11,22 @@ from msgspec import Struct
 from epp.core.knowledge.hit_accuracy import ERROR_BOUNDS
 
 Kind: TypeAlias = Literal["counter", "gauge", "histogram", "summary"]
-"""A summary has no quantiles: a sum and a count."""
+"""Kind of a metric; a summary has a sum and a count but no quantiles."""
 
 DECISION_BUCKETS_S: Final = (
     *(0.000_02, 0.000_05, 0.000_1, 0.000_2, 0.000_5),
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1),
 )
-"""The aim is 60 µs for an 8 KB chat and 1.2 ms for 450 KB; what is slower is a fault."""
+"""The target is 60 µs for an 8 KB chat and 1.2 ms for 450 KB; longer times indicate a fault."""
 PROCESSING_BUCKETS_S: Final = (0.0001, 0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
 REQUEST_BUCKETS_S: Final = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
 SIZE_BUCKETS_BYTES: Final = tuple(float(4**power) for power in range(3, 14))
-"""64 bytes to 64 MiB."""
+"""Bounds from 64 bytes to 64 MiB."""
 TOKEN_BUCKETS: Final = (0.0, *(float(2**power) for power in range(4, 19)))
-"""0, then 16 to 262,144."""
+"""Bounds 0, then 16 to 262,144."""
 RATIO_BUCKETS: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 CONTRIBUTION_BUCKETS: Final = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
 TOKENIZE_BUCKETS_S: Final = (
@@ -43,7 +43,7 @@ LAG_BUCKETS_S: Final = (
 
 
 class MetricSpec(Struct, frozen=True):
-    """One row. `help` is one sentence; `buckets` are upper bounds, without +Inf."""
+    """A row of the table. `help` is one sentence; `buckets` are upper bounds without +Inf."""
 
     name: str
     kind: Kind
@@ -52,7 +52,7 @@ class MetricSpec(Struct, frozen=True):
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     sampled: bool = False
-    """Read from the scheduler when a page is made; nothing is counted per request."""
+    """True if the value is read from the scheduler for each page and not counted per request."""
 
 
 _REQUEST = ("model_name", "target_model_name", "priority")
@@ -67,27 +67,27 @@ def _sampled(
 
 
 METRICS: Final[tuple[MetricSpec, ...]] = (
-    # Requests.
+    # Requests
     MetricSpec(
         "homing_request_total",
         "counter",
         "requests",
-        "Requests that were routed, were refused, or whose stream failed before either.",
+        "Requests that were routed, were refused, or failed before that.",
         _REQUEST,
     ),
     MetricSpec(
         "homing_request_error_total",
         "counter",
         "requests",
-        "Requests that failed, by refusal reason, why their stream failed, HTTP status of the "
-        "engine or how they ended.",
+        "Requests that failed, by reason of refusal, failure of the stream, HTTP status of the "
+        "engine or ending.",
         (*_REQUEST, "error_code"),
     ),
     MetricSpec(
         "homing_request_duration_seconds",
         "histogram",
         "seconds",
-        "From the request headers to the end of the response, of requests that were routed.",
+        "Time from the request headers to the end of the response, for routed requests.",
         _REQUEST,
         REQUEST_BUCKETS_S,
     ),
@@ -103,8 +103,8 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_request_input_tokens",
         "histogram",
         "tokens",
-        "Prompt tokens as estimated from its bytes, or counted where the prompt is token ids or was "
-        "decided by them.",
+        "Prompt tokens, estimated from bytes, or exact if the prompt consists of ids or they were "
+        "determined.",
         _REQUEST,
         TOKEN_BUCKETS,
     ),
@@ -112,7 +112,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_request_output_tokens",
         "histogram",
         "tokens",
-        "Output tokens as the engine reported them, where the response is parsed.",
+        "Output tokens that the engine reported, if responses are parsed.",
         _REQUEST,
         TOKEN_BUCKETS,
     ),
@@ -120,7 +120,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_request_cached_tokens",
         "histogram",
         "tokens",
-        "Prompt tokens that the engine served from its cache, where the response is parsed.",
+        "Prompt tokens that the engine found in its cache, if responses are parsed.",
         _REQUEST,
         TOKEN_BUCKETS,
     ),
@@ -128,7 +128,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_request_ttft_seconds",
         "histogram",
         "seconds",
-        "From the request headers to the first output token, where the response is parsed.",
+        "Time from the request headers to the first output token, if responses are parsed.",
         _REQUEST,
         REQUEST_BUCKETS_S,
     ),
@@ -136,8 +136,8 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_first_token_error_seconds",
         "histogram",
         "seconds",
-        "By how much the first token came later or earlier than the scorer expected, of at most eight "
-        "requests a second, where the response is parsed.",
+        "Difference between the observed and the expected time to first token, for at most eight "
+        "requests a second, if responses are parsed.",
         ("came",),
         REQUEST_BUCKETS_S,
     ),
@@ -145,14 +145,14 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_first_token_expected_seconds_total",
         "counter",
         "seconds",
-        "After how long first tokens were expected, added up over the requests of "
+        "Sum of the expected times to first token of the requests in "
         "homing_first_token_error_seconds.",
     ),
     MetricSpec(
         "homing_first_token_observed_seconds_total",
         "counter",
         "seconds",
-        "After how long first tokens came, added up over the requests of "
+        "Sum of the observed times to first token of the requests in "
         "homing_first_token_error_seconds.",
     ),
     MetricSpec(
@@ -166,7 +166,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_request_processing_duration_seconds",
         "histogram",
         "seconds",
-        "From the request headers to the picker's answer, the wait for the body included.",
+        "Time from the request headers to the picker's answer, including the wait for the body.",
         (),
         PROCESSING_BUCKETS_S,
     ),
@@ -174,16 +174,17 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_response_headers_seconds",
         "histogram",
         "seconds",
-        "From the request headers to the response headers; of a stream not its first token.",
+        "Time from the request headers to the response headers, which precede the first token of "
+        "a stream.",
         (),
         REQUEST_BUCKETS_S,
     ),
-    # Decisions.
+    # Decisions
     MetricSpec(
         "homing_scheduler_e2e_duration_seconds",
         "histogram",
         "seconds",
-        "Time that one decision took.",
+        "Duration of one decision.",
         (),
         DECISION_BUCKETS_S,
     ),
@@ -191,11 +192,11 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_scheduler_attempts_total",
         "counter",
         "decisions",
-        "Decisions by outcome and, where there is one, by the endpoint chosen.",
+        "Decisions by outcome and by chosen endpoint, if any.",
         ("status", "target_model_name", *_ENDPOINT),
     ),
     MetricSpec(
-        "homing_refusals_total", "counter", "requests", "Requests refused, by reason.", ("reason",)
+        "homing_refusals_total", "counter", "requests", "Refused requests by reason.", ("reason",)
     ),
     MetricSpec(
         "homing_filter_eliminated_total",
@@ -207,7 +208,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     _sampled(
         "homing_plugin_errors_total",
         "calls",
-        "Calls of each plugin that failed; what it adds was left out of the decision.",
+        "Failed calls of each plugin; the decision ignores its contribution.",
         ("plugin",),
         "counter",
     ),
@@ -215,7 +216,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_scorer_contribution",
         "histogram",
         "score",
-        "Weighted score that each scorer gave the chosen endpoint.",
+        "Weighted score of each scorer for the chosen endpoint.",
         ("scorer",),
         CONTRIBUTION_BUCKETS,
     ),
@@ -223,51 +224,53 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_scheduled_without_prefix_total",
         "counter",
         "requests",
-        "Requests scheduled without their prompt, by body mode; `memory`: there was none to read it.",
+        "Requests scheduled without their prompt, by body mode; `memory` means that memory was "
+        "short.",
         ("mode",),
     ),
     MetricSpec(
         "homing_requests_unparsed_total",
         "counter",
         "requests",
-        "Requests placed although the picker did not fully understand the body, by API (end of the "
-        "path) and reason. `unknown-shape`: with what could be read of the prompt; all other "
-        "reasons: without prompt knowledge.",
+        "Requests routed although the body was not fully understood, by API (end of the path) and "
+        "reason. `unknown-shape` uses the readable part of the prompt, other reasons use nothing "
+        "of it.",
         ("api", "reason"),
     ),
     MetricSpec(
         "homing_unknown_body_mode_total",
         "counter",
         "streams",
-        "Streams whose gateway announced a body mode that the picker does not know.",
+        "Streams whose gateway announced an unknown body mode.",
         ("mode",),
     ),
     MetricSpec(
         "homing_unknown_objective_total",
         "counter",
         "requests",
-        "Requests that name an objective that is not known; they have priority 0.",
+        "Requests with an unknown objective, which have priority 0.",
     ),
-    _sampled("homing_held_body_bytes", "bytes", "Unfinished request bodies that are held."),
+    _sampled("homing_held_body_bytes", "bytes", "Size of buffered, unfinished request bodies."),
     _sampled(
         "homing_held_body_bytes_max",
         "bytes",
-        "What they may take before new bodies are refused.",
+        "Limit of homing_held_body_bytes, beyond which new bodies are refused.",
     ),
     _sampled(
         "homing_memory_limit_bytes",
         "bytes",
-        "Memory that bodies and indexes are sized for.",
+        "Memory limit from which the sizes of bodies and indexes are derived.",
     ),
     _sampled(
         "homing_memory_pressure",
         "level",
-        "0: none; 1: near the memory limit, indexes shrink; 2: long bodies pass unread too.",
+        "Level of memory pressure: 0 for none, 1 if indexes shrink, 2 if long bodies also pass "
+        "unread.",
     ),
     _sampled(
         "homing_load_reports_total",
         "responses",
-        "Responses whose headers tell the load of the engine, by whether it could be read.",
+        "Responses with a load report of the engine in their headers, by whether it was readable.",
         ("result",),
         "counter",
     ),
@@ -275,33 +278,34 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_protocol_violations_total",
         "counter",
         "streams",
-        "Streams ended because the gateway sent what their phase does not allow.",
+        "Streams ended because the gateway sent an event that their phase does not allow.",
         ("phase", "event"),
     ),
     MetricSpec(
         "homing_response_bodies_declined_total",
         "counter",
         "responses",
-        "Responses whose body the gateway was asked not to show (--decline-response-bodies).",
+        "Responses whose body the gateway was asked not to send (--decline-response-bodies).",
     ),
     MetricSpec(
         "homing_response_usage_unseen_total",
         "counter",
         "responses",
-        "Responses whose usage was to be read and whose body the gateway does not show.",
+        "Responses whose usage could not be read because the gateway sent no body.",
     ),
     MetricSpec(
         "homing_gateways_without_responses_total",
         "counter",
         "gateways",
-        "Gateways that showed no response of 20 requests: whether endpoints fail cannot be seen there.",
+        "Gateways that reported no response for 20 requests, so that failing endpoints are "
+        "undetected.",
     ),
-    # Prefix.
+    # Prefix
     MetricSpec(
         "homing_prefix_indexer_hit_ratio",
         "histogram",
         "ratio",
-        "Share of the prompt's full blocks that the chosen endpoint is believed to hold.",
+        "Share of the prompt's full blocks that were estimated as cached at the chosen endpoint.",
         (),
         RATIO_BUCKETS,
     ),
@@ -309,7 +313,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_prefix_indexer_hit_bytes",
         "histogram",
         "bytes",
-        "Bytes of prompt that the chosen endpoint is believed to hold.",
+        "Prompt bytes that were estimated as cached at the chosen endpoint.",
         (),
         (0.0, *SIZE_BUCKETS_BYTES),
     ),
@@ -317,37 +321,38 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_predicted_hit_tokens_total",
         "counter",
         "tokens",
-        "Prompt tokens that the chosen endpoints were believed to hold.",
+        "Prompt tokens that were estimated as cached at the chosen endpoints.",
     ),
     MetricSpec(
         "homing_prefix_hit_tokens_total",
         "counter",
         "tokens",
-        "Of requests whose usage was parsed: tokens predicted as cached, and served from cache.",
+        "Cached prompt tokens as predicted and as served, for requests whose usage was parsed.",
         ("source",),
     ),
     _sampled(
         "homing_index_info",
         "info",
-        "1 for each affinity index: its type, and how it knows what endpoints hold, if it knows that.",
+        "Always 1 for each affinity index, with its type and the source of its information, if "
+        "any.",
         ("index", "type", "origin"),
     ),
     _sampled(
         "homing_prefix_indexer_size",
         "blocks",
-        "Entries of each affinity index, one a block and endpoint.",
+        "Entries of each affinity index, one per block and endpoint.",
         ("index",),
     ),
     _sampled(
         "homing_prefix_indexer_memory_bytes",
         "bytes",
-        "Memory that each affinity index accounts for.",
+        "Estimated memory of each affinity index.",
         ("index",),
     ),
     _sampled(
         "homing_prefix_indexer_lookups_total",
         "lookups",
-        "Look-ups in each affinity index, by result.",
+        "Lookups in each affinity index, by result.",
         ("index", "result"),
         "counter",
     ),
@@ -361,43 +366,45 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     _sampled(
         "homing_prefix_known_from_peers_total",
         "prompts",
-        "Prompts sent to an endpoint whose deepest known block was known from another replica alone.",
+        "Prompts routed to an endpoint whose deepest known block was known only from another "
+        "replica.",
         ("index",),
         "counter",
     ),
     _sampled(
         "homing_prompt_segments_total",
         "segments",
-        "Segments of 16 KB of long prompts: known, so that their blocks were not hashed, or new.",
+        "Segments of 16 KB of long prompts: known (blocks were not hashed again) or new.",
         ("result",),
         "counter",
     ),
     _sampled(
         "homing_spans_total",
         "spans",
-        "Spans of sampled requests: exported, failed at the collector, or dropped for want of room. "
-        "With --tracing only.",
+        "Spans of sampled requests: exported, failed at the collector, or dropped because the "
+        "queue was full. Only with --tracing.",
         ("result",),
         "counter",
     ),
-    # Pool.
+    # Pool
     _sampled(
         "homing_ready_endpoints",
         "endpoints",
-        "Endpoints that requests go to first: reachable, awake, not set aside, with fresh metrics.",
+        "Endpoints that are preferred for requests: reachable, awake, not excluded, with fresh "
+        "metrics.",
         ("name",),
     ),
-    _sampled("homing_known_endpoints", "endpoints", "Endpoints known, ready or not.", ("name",)),
+    _sampled("homing_known_endpoints", "endpoints", "Known endpoints, ready or not.", ("name",)),
     _sampled(
         "homing_endpoints_set_aside",
         "endpoints",
-        "Endpoints not used until their next good scrape because requests to them failed.",
+        "Endpoints excluded until their next successful scrape because requests to them failed.",
         ("name",),
     ),
     _sampled(
         "homing_average_kv_cache_utilization",
         "ratio",
-        "Mean KV-cache use of the endpoints that report it, 0 to 1.",
+        "Mean KV-cache usage of the endpoints that report it, from 0 to 1.",
         ("name",),
     ),
     _sampled(
@@ -415,86 +422,88 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     _sampled(
         "homing_std_dev_kv_cache_utilization",
         "ratio",
-        "Standard deviation of the KV-cache use.",
+        "Standard deviation of the KV-cache usage.",
         ("name",),
     ),
     _sampled(
         "homing_std_dev_queue_size",
         "requests",
-        "Standard deviation of the waiting requests.",
+        "Standard deviation of the number of waiting requests.",
         ("name",),
     ),
     _sampled(
         "homing_std_dev_running_requests",
         "requests",
-        "Standard deviation of the running requests.",
+        "Standard deviation of the number of running requests.",
         ("name",),
     ),
     _sampled(
         "homing_per_endpoint_queue_size",
         "requests",
-        "Requests waiting in the engine, as last scraped.",
+        "Requests waiting in the engine at the last scrape.",
         ("name", "model_server_endpoint", "port"),
     ),
     _sampled(
         "homing_per_endpoint_metrics_age_seconds",
         "seconds",
-        "Age of the last good scrape; absent before the first.",
+        "Age of the last successful scrape; absent before the first one.",
         _ENDPOINT,
     ),
     _sampled(
         "homing_inflight_requests",
         "requests",
-        "Requests that this picker sent there and that have not ended.",
+        "Requests that this picker routed to the endpoint and that have not ended.",
         _ENDPOINT,
     ),
     _sampled(
         "homing_inflight_tokens",
         "tokens",
-        "Uncached prompt tokens sent there and, as far as is known, not yet prefilled.",
+        "Uncached prompt tokens routed to the endpoint and estimated as not yet prefilled.",
         _ENDPOINT,
     ),
     MetricSpec(
         "homing_set_aside_total",
         "counter",
         "endpoints",
-        "Times that an endpoint was set aside because requests to it failed.",
+        "Number of times that an endpoint was excluded because requests to it failed.",
         _ENDPOINT,
     ),
-    # Each endpoint, as this picker saw it. Those that left are gone from the page.
+    # Endpoints as this picker observed them. Removed endpoints are no longer on the page.
     MetricSpec(
         "homing_per_endpoint_response_headers_seconds",
         "summary",
         "seconds",
-        "From the request headers to the response headers; of a stream not its first token.",
+        "Time from the request headers to the response headers, which precede the first token of "
+        "a stream.",
         _ENDPOINT,
     ),
     MetricSpec(
         "homing_per_endpoint_ttft_seconds",
         "summary",
         "seconds",
-        "From the request headers to the first chunk of a streamed answer, where the gateway shows it.",
+        "Time from the request headers to the first chunk of a streamed response, if the gateway "
+        "sends it.",
         _ENDPOINT,
     ),
     MetricSpec(
         "homing_per_endpoint_request_duration_seconds",
         "summary",
         "seconds",
-        "From the request headers to the end of the response, of those that came to it.",
+        "Time from the request headers to the end of the response, for requests that completed.",
         _ENDPOINT,
     ),
     MetricSpec(
         "homing_per_endpoint_error_total",
         "counter",
         "responses",
-        "Error responses, by class of status; unreached: the gateway's own, for it got no connection.",
+        "Error responses by class of status; `unreached` means that the gateway could not connect.",
         (*_ENDPOINT, "status"),
     ),
     MetricSpec(
         "homing_per_endpoint_prompt_tokens_total",
         "counter",
         "tokens",
-        "Prompt tokens of the requests that ended there, as they were decided: as of "
+        "Prompt tokens of requests that ended at the endpoint, counted as in "
         "homing_request_input_tokens.",
         _ENDPOINT,
     ),
@@ -502,44 +511,46 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_per_endpoint_predicted_hit_tokens_total",
         "counter",
         "tokens",
-        "Those among them that the endpoint was believed to hold.",
+        "Part of homing_per_endpoint_prompt_tokens_total that was estimated as cached at the "
+        "endpoint.",
         _ENDPOINT,
     ),
     _sampled(
         "homing_per_endpoint_cache_queried_tokens_total",
         "tokens",
-        "Prompt tokens that the engine looked up in its prefix cache, as last scraped.",
+        "Prompt tokens that the engine looked up in its prefix cache, at the last scrape.",
         _ENDPOINT,
         "counter",
     ),
     _sampled(
         "homing_per_endpoint_cache_hit_tokens_total",
         "tokens",
-        "Those among them that it held, in any tier that it tells of, as last scraped.",
+        "Part of the looked up tokens that the engine found in any reported tier, at the last "
+        "scrape.",
         _ENDPOINT,
         "counter",
     ),
     _sampled(
         "homing_predicted_hit_ratio",
         "ratio",
-        "Share of the prompt tokens sent there that the endpoint was believed to hold, over the last "
-        "windows of half a minute to five minutes: in all, and by each index beside the one that "
-        "engines tell, had it alone been asked.",
+        "Share of prompt tokens routed to the endpoint that were estimated as cached, over "
+        "windows of 0.5 to 5 minutes. By index: all, or one that does not receive KV events, as "
+        "if used alone.",
         (*_ENDPOINT, "index"),
     ),
     _sampled(
         "homing_engine_hit_ratio",
         "ratio",
-        "Share of the prompt tokens looked up there that its engine found, over the same windows: in "
-        "all, and by tier where it tells.",
+        "Share of looked up prompt tokens that the engine found, over the same windows: in total, "
+        "and by tier if reported.",
         (*_ENDPOINT, "tier"),
     ),
     MetricSpec(
         "homing_predicted_hit_error_ratio",
         "histogram",
         "ratio",
-        "By how much of the prompt tokens belief was wrong in each window of an endpoint of which "
-        "that can be said: by too much or too little. One without an error is in both.",
+        "Error of the estimated cache hits as a share of the prompt tokens, per window and "
+        "endpoint: too high or too low. A window without error counts in both.",
         ("side",),
         ERROR_BOUNDS,
         sampled=True,
@@ -547,78 +558,79 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     _sampled(
         "homing_hit_verdicts",
         "endpoints",
-        "Endpoints by what the last window came to: measured, waiting for requests, untold by the "
-        "engine, or with counters that stand still, fell or say what cannot be.",
+        "Endpoints by result of the last window: measured, waiting for requests, not reported by "
+        "the engine, or with counters that stand still, decreased or are impossible.",
         ("verdict",),
     ),
     _sampled(
         "homing_bytes_per_token",
         "bytes",
-        "Bytes of prompts a token, by model, as the engines' counters show.",
+        "Prompt bytes per token by model, derived from the engines' counters.",
         ("model_name",),
     ),
     _sampled(
         "homing_answer_tokens",
         "tokens",
-        "Of an answer of the pool on average, as engines count; none while too little is known.",
+        "Mean output tokens per response of the pool, counted by the engines; absent if too "
+        "little is known.",
     ),
     _sampled(
         "homing_per_endpoint_engine_ttft_seconds",
         "seconds",
-        "Time to first token by the engine's own clock, of all that it served, as last scraped.",
+        "Time to first token measured by the engine for all its requests, at the last scrape.",
         _ENDPOINT,
         "summary",
     ),
     _sampled(
         "homing_per_endpoint_running_requests",
         "requests",
-        "Requests running in the engine, as last scraped.",
+        "Requests running in the engine at the last scrape.",
         _ENDPOINT,
     ),
     _sampled(
         "homing_per_endpoint_kv_cache_utilization",
         "ratio",
-        "KV-cache use, 0 to 1, as last scraped.",
+        "KV-cache usage from 0 to 1, at the last scrape.",
         _ENDPOINT,
     ),
     _sampled(
         "homing_per_endpoint_slowness_ratio",
         "ratio",
-        "What requests take beside what was to be expected of them there, over the median of the "
-        "pool; absent where too few ended.",
+        "Duration of requests relative to the expectation, as a multiple of the pool's median; "
+        "absent if too few ended.",
         _ENDPOINT,
     ),
     _sampled(
         "homing_per_endpoint_outlier",
         "boolean",
-        "1: the endpoint is slow beside the others, or fails; absent: neither.",
+        "Always 1 for an endpoint that is slow compared with others or fails; absent for others.",
         (*_ENDPOINT, "cause"),
     ),
     _sampled(
         "homing_endpoints_ejected",
         "endpoints",
-        "Endpoints that get no requests for a while because they are outliers.",
+        "Endpoints that are ejected as outliers and get no requests for a while.",
         ("name",),
     ),
     _sampled(
         "homing_endpoints_full",
         "endpoints",
-        "Endpoints that refused requests for want of room and get fewer for a while.",
+        "Endpoints that refused requests because they are full and get fewer for a while.",
         ("name",),
     ),
     _sampled(
         "homing_endpoint_ejections_total",
         "ejections",
-        "Endpoints that were ejected, by cause.",
+        "Ejections of endpoints by cause.",
         ("cause",),
         "counter",
     ),
-    # Scrapes.
+    # Scrapes
     _sampled(
         "homing_tokenize_requests_total",
         "requests",
-        "Requests whose tokens were to be found out, by who was asked and how that ended: found, or "
-        "why they were placed by their bytes.",
+        "Requests whose tokens were requested, by backend and result: found, or the reason why "
+        "the prompt was measured by bytes.",
         ("backend", "result"),
         "counter",
     ),
@@ -626,35 +638,35 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_tokenize_duration_seconds",
         "histogram",
         "seconds",
-        "How long requests waited for their tokens, in vain or not.",
+        "Time that requests waited for their tokens, successfully or not.",
         ("backend",),
         TOKENIZE_BUCKETS_S,
     ),
     _sampled(
         "homing_tokenize_compared_total",
         "requests",
-        "Requests whose token ids were compared with those that the engine stored, by who found them "
-        "out: it agrees or differs.",
+        "Requests whose token ids were compared with those that the engine stored, by backend and "
+        "result: agrees or differs.",
         ("backend", "result"),
         "counter",
     ),
     _sampled(
         "homing_tokenize_waiting",
         "requests",
-        "Requests that wait for their tokens now.",
+        "Requests that are waiting for their tokens.",
         ("backend",),
     ),
     _sampled(
         "homing_tokenize_circuit_open",
         "boolean",
-        "Whether nobody is asked for tokens for some seconds, because the last questions failed.",
+        "Circuit breaker of the backend: 1 while open after repeated failures, else 0.",
         ("backend",),
     ),
     MetricSpec(
         "homing_scrape_duration_seconds",
         "histogram",
         "seconds",
-        "Time that one good scrape of an endpoint took.",
+        "Duration of one successful scrape of an endpoint.",
         (),
         SCRAPE_BUCKETS_S,
     ),
@@ -662,75 +674,75 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_scrape_errors_total",
         "counter",
         "scrapes",
-        "Scrapes that failed, by kind of failure.",
+        "Failed scrapes by kind of failure.",
         ("kind",),
     ),
     _sampled(
         "homing_endpoint_pages_unread",
         "endpoints",
-        "Endpoints that did not give a page beside their metrics when they were asked last: models, "
-        "gpus.",
+        "Endpoints whose last fetch of an additional page failed, by page: models, gpus.",
         ("page",),
     ),
-    # Kubernetes.
+    # Kubernetes
     _sampled(
         "homing_kube_staleness_seconds",
         "seconds",
-        "Since the API server last told of a kind of object or took up a watch of it; infinite "
-        "before it first did.",
+        "Time since the API server last reported a kind of object or started a watch of it; "
+        "infinite before the first time.",
         _RESOURCE,
     ),
     _sampled(
         "homing_kube_synced",
         "boolean",
-        "1: all objects of the kind were listed; 0: not yet, or its CRD is missing.",
+        "Synchronization: 1 once all objects of the kind were listed, 0 before or if its CRD is "
+        "missing.",
         _RESOURCE,
     ),
     _sampled(
         "homing_kube_objects",
         "objects",
-        "Objects held that concern the pool; of pods those that may serve.",
+        "Known objects that concern the pool; for pods only those that can serve.",
         _RESOURCE,
     ),
-    _sampled("homing_kube_lists_total", "lists", "Lists begun.", _RESOURCE, "counter"),
-    _sampled("homing_kube_watches_total", "watches", "Watches begun.", _RESOURCE, "counter"),
+    _sampled("homing_kube_lists_total", "lists", "Lists started.", _RESOURCE, "counter"),
+    _sampled("homing_kube_watches_total", "watches", "Watches started.", _RESOURCE, "counter"),
     _sampled(
         "homing_kube_repairs_total",
         "objects",
-        "Objects that a periodic list found other than the watch had told; should stay 0.",
+        "Objects for which a periodic list differed from the watch; should stay 0.",
         _RESOURCE,
         "counter",
     ),
     _sampled(
         "homing_kube_errors_total",
         "steps",
-        "Lists and watches that failed, by kind of failure.",
+        "Failed lists and watches by kind of failure.",
         ("resource", "kind"),
         "counter",
     ),
     _sampled(
         "homing_kube_events_total",
         "events",
-        "Kubernetes Events that were written, or dropped by their rate or by an error.",
+        "Kubernetes Events that were written, or dropped by the rate limit or an error.",
         ("result",),
         "counter",
     ),
     _sampled(
         "homing_leader",
         "boolean",
-        "1: this replica leads; 0: it follows; absent without leader election.",
+        "Leadership of this replica: 1 if it leads, 0 if not; absent without leader election.",
     ),
-    # KV events. All absent where no index hears engines.
+    # KV events. All are absent if no index receives events from engines.
     _sampled(
         "homing_kv_event_streams",
         "endpoints",
-        "Endpoints by how their KV events are heard: none, connecting, replaying, live, stale.",
+        "Endpoints by state of their KV events: none, connecting, replaying, live, stale.",
         ("state",),
     ),
     _sampled(
         "homing_kv_event_streams_incomplete",
         "endpoints",
-        "Endpoints whose KV events are live and that told not all that they hold.",
+        "Endpoints with live KV events that did not report all cached blocks.",
     ),
     _sampled(
         "homing_kv_event_streams_silent",
@@ -740,21 +752,21 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     _sampled(
         "homing_kv_events_total",
         "events",
-        "KV events that were read, by type.",
+        "Processed KV events by type.",
         ("type",),
         "counter",
     ),
     _sampled(
         "homing_kv_event_faults_total",
         "events",
-        "KV events and payloads that are not known, by reason.",
+        "Unknown KV events and payloads by reason.",
         ("reason",),
         "counter",
     ),
     _sampled(
         "homing_kv_event_stream_changes_total",
         "changes",
-        "What happened to streams of KV events: frames, gaps, lost, implausible numbers, replays, "
+        "Incidents in streams of KV events: frames, gaps, losses, implausible numbers, replays, "
         "restarts and others.",
         ("kind",),
         "counter",
@@ -762,80 +774,84 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     _sampled(
         "homing_rank_choices_total",
         "requests",
-        "Requests sent to an endpoint with several data-parallel ranks: one was named, or why its "
-        "engine chose: unheld, alike, crowded, fallback, failed. With a plugin that chooses ranks only.",
+        "Requests to endpoints with several data-parallel ranks: a rank was selected, or the "
+        "reason why the engine selects it (unheld, alike, crowded, fallback, failed). Only with a "
+        "plugin that selects ranks.",
         ("result",),
         "counter",
     ),
-    # Replicas. All absent where this picker is alone.
-    _sampled("homing_peers", "replicas", "Other replicas that were heard in the last 3 seconds."),
+    # Replicas. All are absent if this picker has no peers.
+    _sampled(
+        "homing_peers", "replicas", "Other replicas from which data arrived in the last 3 seconds."
+    ),
     _sampled(
         "homing_peer_replicas_unheard",
         "replicas",
-        "Other replicas that there should be and that are not heard.",
+        "Other replicas that are expected but send no data.",
     ),
     _sampled(
         "homing_peer_records_total",
         "records",
-        "Records of decisions, told to other replicas or by them, by what became of them; of "
-        "unreadable, dropped and over_rate it counts frames, each of many records.",
+        "Records of decisions sent to or received from other replicas, by outcome; unreadable, "
+        "dropped and over_rate count frames of many records.",
         ("direction", "outcome"),
         "counter",
     ),
     _sampled(
         "homing_peer_lag_seconds",
         "seconds",
-        "How old the last record was when it was learnt, at the sender and here, of the replica "
-        "where it was oldest; the way is not counted.",
+        "Age of the latest received record, at the sender and here without the transfer, for the "
+        "replica where it was greatest.",
     ),
     _sampled(
         "homing_peer_frames_lost_total",
         "frames",
-        "Frames of other replicas that were sent and did not come, or came late.",
+        "Frames of other replicas that were sent but did not arrive, or arrived late.",
         kind="counter",
     ),
     _sampled(
         "homing_peer_frames_asked_again_total",
         "frames",
-        "Frames that were missed and asked for again, each as often as it was asked for.",
+        "Requests for missed frames, counted once per repetition.",
         kind="counter",
     ),
     _sampled(
         "homing_peer_frames_recovered_total",
         "frames",
-        "Frames that came late, mostly because they were asked for again.",
+        "Frames that arrived late, mostly after a repeated request.",
         kind="counter",
     ),
     _sampled(
         "homing_peer_claims_cut_total",
         "claims",
-        "What other replicas said that they have in flight at an endpoint and that cannot be, by "
-        "the engine's page and the time since: it was believed up to what can.",
+        "Load reports of other replicas that exceeded what the engine's page and the time since "
+        "allow; they were reduced to the possible value.",
         kind="counter",
     ),
     _sampled(
         "homing_peers_known",
         "replicas",
-        "Other replicas whose address is known, or of a broker those that are heard.",
+        "Other replicas with a known address, or with a broker those that send data.",
     ),
     _sampled(
         "homing_peer_frames_total",
         "frames",
-        "Frames by direction and outcome; dropped: a queue was full, unreadable: no frame at all.",
+        "Frames by direction and outcome; dropped means a full queue, unreadable means an invalid "
+        "frame.",
         ("direction", "outcome"),
         "counter",
     ),
     _sampled(
         "homing_peer_bytes_total",
         "bytes",
-        "Bytes to and from other replicas, without what encryption adds.",
+        "Bytes sent to and received from other replicas, without the overhead of encryption.",
         ("direction",),
         "counter",
     ),
     _sampled(
         "homing_peer_failures_total",
         "connections",
-        "Connections between replicas that failed, by kind: silent, lost, handshake, refused, too many, "
+        "Failed connections between replicas by kind: silent, lost, handshake, refused, too many, "
         "origin, broker, internal.",
         ("kind",),
         "counter",
@@ -843,7 +859,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
     _sampled(
         "homing_peer_snapshots_total",
         "snapshots",
-        "Snapshots taken from or given to replicas, of the broker and of --snapshot-dir, by outcome.",
+        "Snapshots taken from or given to replicas, the broker or --snapshot-dir, by outcome.",
         ("place", "outcome"),
         "counter",
     ),
@@ -851,29 +867,31 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_peer_snapshot_seconds",
         "histogram",
         "seconds",
-        "Time until a snapshot had come in whole, by where it came from.",
+        "Time until a snapshot was received completely, by source.",
         ("source",),
         SCRAPE_BUCKETS_S,
     ),
-    # Configuration.
+    # Configuration
     MetricSpec(
         "homing_config_last_reload_successful",
         "gauge",
         "boolean",
-        "1: the newest configuration is in force; 0: it was rejected, the last good one is.",
+        "Result of the last reload: 1 if the newest configuration is in force, 0 if it was "
+        "rejected and the last valid one is.",
     ),
     MetricSpec(
         "homing_config_reloads_total",
         "counter",
         "reloads",
-        "Configurations read, by result.",
+        "Configurations that were read, by result.",
         ("result",),
     ),
     MetricSpec(
         "homing_last_good_in_force",
         "gauge",
         "boolean",
-        "1: the file was broken at the start and its copy of --last-good-dir is in force.",
+        "State of the copy in --last-good-dir: 1 while in force because the file was broken at "
+        "start, else 0.",
         ("file",),
     ),
     MetricSpec(
@@ -887,7 +905,7 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_config_info",
         "gauge",
         "info",
-        "The configuration in force; always 1.",
+        "Always 1, with hash and generation of the configuration in force.",
         ("hash", "generation"),
     ),
     MetricSpec(
@@ -897,63 +915,64 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "Weight of each scorer in force.",
         ("profile", "scorer"),
     ),
-    # Shadow profile.
+    # Shadow profile
     _sampled(
         "homing_shadow_decisions_total",
         "decisions",
-        "Decisions that a shadow profile judged: it agreed, differed, had nobody left, or failed.",
+        "Decisions that the shadow profile evaluated: it agreed, differed, had no candidates "
+        "left, or failed.",
         ("verdict",),
         "counter",
     ),
     _sampled(
         "homing_shadow_picks_total",
         "decisions",
-        "Decisions that the shadow profile would have sent to each endpoint.",
+        "Decisions that the shadow profile would have routed to each endpoint.",
         _ENDPOINT,
         "counter",
     ),
     _sampled(
         "homing_shadow_uncached_tokens_total",
         "tokens",
-        "Prompt tokens believed not to be cached where requests went (live) and would have gone "
-        "(shadow).",
+        "Prompt tokens estimated as not cached at the chosen endpoints (live) and at those of the "
+        "shadow profile (shadow).",
         ("profile",),
         "counter",
     ),
     _sampled(
         "homing_shadow_inflight_requests_total",
         "requests",
-        "Requests already in flight where each request went (live) and would have gone (shadow), "
-        "added up.",
+        "Sum of requests in flight at the chosen endpoints (live) and at those of the shadow "
+        "profile (shadow), at each decision.",
         ("profile",),
         "counter",
     ),
-    # Capture.
+    # Capture
     _sampled(
         "homing_capture_requests_total",
         "requests",
-        "Requests that became lines of the capture.",
+        "Requests written to the capture.",
         (),
         "counter",
     ),
     _sampled(
         "homing_capture_events_total",
         "events",
-        "Events that became lines of the capture: decisions, scrapes, ends of requests.",
+        "Events written to the capture: decisions, scrapes, ends of requests.",
         (),
         "counter",
     ),
     _sampled(
         "homing_capture_dropped_total",
         "events",
-        "Events that are missing in the capture: the queue was full, or the disk failed.",
+        "Events missing in the capture because the queue was full or the disk failed.",
         ("reason",),
         "counter",
     ),
     _sampled(
         "homing_capture_write_errors_total",
         "writes",
-        "Times the capture could not be written; requests went on.",
+        "Failed writes of the capture; requests continue.",
         (),
         "counter",
     ),
@@ -962,25 +981,25 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "bytes",
         "Size of all captures in the directory of --capture.",
     ),
-    # Kept decisions.
+    # Recorded decisions
     _sampled(
         "homing_decision_history_records_total",
         "records",
-        "Decisions, refusals and ends of requests that were written to --decisions-dir.",
+        "Decisions, refusals and ends of requests written to --decisions-dir.",
         (),
         "counter",
     ),
     _sampled(
         "homing_decision_history_dropped_total",
         "records",
-        "Records that are missing in --decisions-dir: the queue was full, or the disk failed.",
+        "Records missing in --decisions-dir because the queue was full or the disk failed.",
         ("reason",),
         "counter",
     ),
     _sampled(
         "homing_decision_history_write_errors_total",
         "writes",
-        "Times --decisions-dir could not be written; requests went on.",
+        "Failed writes to --decisions-dir; requests continue.",
         (),
         "counter",
     ),
@@ -989,88 +1008,86 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "bytes",
         "Size of all files of decisions in the directory of --decisions-dir.",
     ),
-    # Process and transport.
+    # Process and transport
     MetricSpec(
         "homing_loop_lag_seconds",
         "histogram",
         "seconds",
-        "How late a timer of the event loop runs, fifty times a second, missed ones included: what "
-        "a request waits that comes at any instant.",
+        "Delay of an event-loop timer, fifty times a second including missed ones: the wait of a "
+        "request that arrives at a random time.",
         (),
         LAG_BUCKETS_S,
     ),
     _sampled(
         "homing_process_cpu_seconds_total",
         "seconds",
-        "CPU time of the picker's process, user and system, all threads.",
+        "CPU time of the picker's process in user and kernel mode, over all threads.",
         kind="counter",
     ),
     _sampled(
         "homing_process_resident_memory_bytes",
         "bytes",
-        "Memory of the machine that the picker's process holds.",
+        "Resident memory of the picker's process.",
     ),
-    MetricSpec("homing_info", "gauge", "info", "The version that runs; always 1.", ("version",)),
-    MetricSpec(
-        "homing_extproc_streams_inflight", "gauge", "streams", "ext_proc streams that are open."
-    ),
+    MetricSpec("homing_info", "gauge", "info", "Always 1, with the running version.", ("version",)),
+    MetricSpec("homing_extproc_streams_inflight", "gauge", "streams", "Open ext_proc streams."),
     MetricSpec(
         "homing_extproc_streams_total",
         "counter",
         "streams",
-        "ext_proc streams that ended, by gRPC status code.",
+        "Ended ext_proc streams by gRPC status code.",
         ("code",),
     ),
     MetricSpec(
         "homing_extproc_stream_duration_seconds",
         "histogram",
         "seconds",
-        "Life of an ext_proc stream.",
+        "Duration of an ext_proc stream.",
         (),
         REQUEST_BUCKETS_S,
     ),
     _sampled(
         "homing_extproc_messages_total",
         "messages",
-        "Messages of gateways, by how they were read: scanned, or left to protobuf, which takes "
-        "longer, because something in them is unusual.",
+        "Messages of gateways by decoder: scanned, or protobuf, which is slower and used for "
+        "unusual messages.",
         ("path",),
         "counter",
     ),
-    _sampled("homing_extproc_connections", "connections", "Connections of gateways that are open."),
+    _sampled("homing_extproc_connections", "connections", "Open connections of gateways."),
     _sampled(
         "homing_extproc_unacknowledged_bytes",
         "bytes",
-        "What has come on all connections and was not given back to their windows: it waits for a "
-        "turn, or for earlier answers to be taken.",
+        "Received bytes on all connections that were not returned to their flow-control windows, "
+        "because they wait for processing or for earlier answers to be read.",
     ),
     MetricSpec(
         "homing_extproc_connections_cut_total",
         "counter",
         "connections",
-        "Connections ended against their gateway's will: they only opened streams and reset them, "
-        "broke the rules of HTTP/2, had much of their window not given back, were the idlest when "
-        "a newer one needed their place, or got none.",
+        "Connections that the picker closed, by reason: they only opened and reset streams, "
+        "violated HTTP/2, left much of their window unreturned, or exceeded the number of "
+        "connections.",
         ("reason",),
     ),
     MetricSpec(
         "homing_drain_cut_streams_total",
         "counter",
         "streams",
-        "Streams still open when the drain timed out, and therefore cut.",
+        "Streams that were still open when the drain timed out and were ended.",
     ),
     MetricSpec(
         "homing_task_ends_total",
         "counter",
         "ends",
-        "Ends of tasks that are to run until the picker ends; each was started anew.",
+        "Unexpected ends of background tasks, which were restarted.",
         ("task",),
     ),
     MetricSpec(
         "homing_telemetry_failures_total",
         "counter",
         "events",
-        "Events that were not counted or logged because of a defect; requests went on.",
+        "Events that were not counted or logged because of a defect; requests continue.",
         ("event",),
     ),
 )

@@ -1,4 +1,4 @@
-"""The scheduler's state -> what a page of metrics shows of it."""
+"""Read the scheduler's state for a metrics page."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -28,9 +28,9 @@ def pool_snapshot(
     messages: Mapping[str, int] | None = None,
     peers: PeerExchange | None = None,
 ) -> PoolSnapshot:
-    """To be read and dropped within one synchronous step. `messages` by how they were read.
+    """Return the state, which must be used and dropped within one synchronous step.
 
-    `peers`: None where this picker is alone.
+    `messages` counts gateways' messages by decoder. `peers` is None if this picker has no peers.
     """
     pool, accuracy = scheduler.pool, scheduler.accuracy
     compared = {slot: accuracy.comparison(slot) for slot, _ in pool.endpoints()}

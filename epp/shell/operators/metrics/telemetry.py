@@ -1,8 +1,8 @@
-"""Our own metrics, counted from results: decisions, refusals, outcomes, scrapes, reloads, streams.
+"""Count the picker's own metrics: decisions, refusals, outcomes, scrapes, reloads, streams.
 
-What happens per request touches cached children only, and a decision, which has some twenty of
-them, none: its facts wait, and `fold` counts them with others. Everything that a page can read from
-the scheduler when it is asked for (`PoolSnapshot`) costs nothing per request.
+Events of single requests use only cached children. A decision has about twenty of them, so its
+values are collected and `fold` counts several decisions together. Values that a page can read from
+the scheduler (`PoolSnapshot`) take no time per request.
 """
 
 import math
@@ -65,105 +65,112 @@ from epp.shell.printable import printable
 from epp.shell.process.own_process import ProcessSnapshot
 
 CHILDREN_MAX: Final = 1_000
-"""Label combinations a metric keeps; the reference picker caps client-controlled values here."""
+"""Maximum number of label combinations per metric, because clients control some values."""
 COUNTS_BYTES_MAX: Final = 150_000
-"""Of a page, for counts of requests by model: several hundred models."""
+"""Maximum size of request counters by model on a page: several hundred models."""
 ERRORS_BYTES_MAX: Final = 100_000
 DISTRIBUTIONS_BYTES_MAX: Final = 560_000
-"""For histograms by model: some thirty to sixty models. With 1,000 endpoints, whose share nobody
-but the operator can grow, a page stays below 4.5 MB."""
+"""Maximum size of histograms by model on a page: some thirty to sixty models.
+
+A page with 1,000 endpoints, whose number only the operator controls, stays below 4.5 MB."""
 ATTEMPTS_BYTES_MAX: Final = 100_000
 ATTEMPTS_BYTES_PER_ENDPOINT: Final = 200
-"""For picks by model and endpoint; above it by endpoint alone."""
+"""Size per endpoint for picks by model and endpoint; beyond it they are counted only by endpoint."""
 WAITING_MAX: Final = 256
-"""Decisions that wait to be counted. So many take 0.3 ms, and ten times that if each has a model of
-its own; twice as many at once would save 0.3 µs of each."""
+"""Maximum number of decisions that wait to be counted.
+
+Counting them takes 0.3 ms, or ten times that if each has its own model. Twice as many would save
+0.3 µs per decision."""
 EXEMPLARS_MAX: Final = 500
-"""Of all histograms; each adds some 80 bytes to a page of OpenMetrics."""
+"""Maximum number of exemplars of all histograms; each adds 80 bytes to a page of OpenMetrics."""
 LABEL_CHARACTERS_MAX: Final = 128
 OTHER: Final = "other"
 
 _Child = TypeVar("_Child")
 _Labels: TypeAlias = tuple[str, ...]
 _Decided: TypeAlias = tuple[str, str, int, str, str]
-"""Model as asked for and as served, priority, name and address of the endpoint."""
+"""Requested and served model, priority, name and address of the endpoint."""
 _DECIDED_NUMBERS: Final = 7
-"""Those of every decision; one a scorer follows."""
+"""Number of values of each decision; one value per scorer follows."""
 
 
 class PoolSnapshot(Struct, frozen=True, kw_only=True):
-    """The scheduler's state as a page shows it. Read and dropped within one synchronous step."""
+    """The scheduler's state for a page, used and dropped within one synchronous step."""
 
     pool: str = ""
     """Name of the InferencePool."""
     candidates: Candidates
-    """All endpoints known, ready or not."""
+    """All known endpoints, ready or not."""
     ready: int = 0
     set_aside: int = 0
     indexes: Sequence[IndexStanding] = ()
-    """Every one of the configuration."""
+    """Every index of the configuration."""
     held_body_bytes: int = 0
     held_body_bytes_max: int = 0
     memory_limit_bytes: int = 0
     memory_pressure: int = 0
     load_reports: Mapping[str, int] = field(default_factory=dict)
-    """Result -> load reports in response headers."""
+    """Number of load reports in response headers by result."""
     rank_choices: Mapping[str, int] = field(default_factory=dict)
-    """Result -> requests sent to an endpoint with several ranks; empty where no plugin chooses ranks."""
+    """Number of requests to endpoints with several ranks by result; empty if no plugin selects
+    ranks."""
     messages: Mapping[str, int] = field(default_factory=dict)
-    """Way in which messages of gateways were read -> how many."""
+    """Number of gateways' messages by decoder."""
     connected: Connected | None = None
-    """None: the transport does not know."""
+    """Connections of gateways, or None if the transport does not report them."""
     segments: Mapping[str, int] = field(default_factory=dict)
-    """Result ("known", "new") -> segments of long prompts."""
+    """Number of segments of long prompts by result ("known", "new")."""
     spans: Mapping[str, int] = field(default_factory=dict)
-    """Result -> spans; empty where tracing is off."""
+    """Number of spans by result; empty if tracing is disabled."""
     slowness: Mapping[int, float] = field(default_factory=dict)
-    """Slot -> times the pool's median."""
+    """Slowness as a multiple of the pool's median, by slot."""
     outliers: Mapping[int, Outlier] = field(default_factory=dict)
-    """By slot."""
+    """Outliers by slot."""
     full: int = 0
-    """Endpoints that refused requests for want of room."""
+    """Number of endpoints that refused requests because they are full."""
     ejections: Mapping[str, int] = field(default_factory=dict)
-    """Cause -> since the start."""
+    """Number of ejections since the start by cause."""
     plugin_errors: Mapping[str, int] = field(default_factory=dict)
-    """Name of every plugin that is configured -> how often it failed."""
+    """Number of failures of every configured plugin, by name."""
     cluster: ClusterSnapshot | None = None
-    """None: endpoints come from a file."""
+    """State of the API server, or None if endpoints come from a file."""
     pages_unread: Mapping[str, int] = field(default_factory=dict)
-    """Page beside the metrics -> endpoints that did not give it; empty where none is asked for."""
+    """Number of endpoints whose additional page failed, by page; empty if none are configured."""
     kv_events: KVEventsSnapshot | None = None
-    """None: no index hears engines."""
+    """Figures about KV events, or None if no index receives them."""
     peers: PeerExchange | None = None
-    """None: this picker is alone."""
+    """State shared with other replicas, or None if this picker has no peers."""
     peer_links: PeersSnapshot | None = None
-    """How it is with the connections to them; None: there are none."""
+    """Figures about connections to peers, or None if there are none."""
     capture: CaptureSnapshot | None = None
-    """None: nothing is captured."""
+    """Figures about the capture, or None if nothing is captured."""
     history: HistorySnapshot | None = None
-    """None: decisions are not kept in files."""
+    """Figures about files of decisions, or None if they are disabled."""
     shadow: ShadowTotals | None = None
-    """None: there is no shadow profile."""
+    """Totals of the shadow profile, or None if there is none."""
     first_tokens: Mapping[str, FirstTokens] = field(default_factory=dict)
-    """By the endpoint's id; those of which the engine does not tell are missing."""
+    """Engines' times to first token by endpoint id, for engines that report them."""
     hits: Mapping[int, HitComparison] = field(default_factory=dict)
-    """By slot, of endpoints where belief and the engine's counters were compared."""
+    """Estimated and counted cache hits, by slot of endpoints where both are known."""
     hit_verdicts: Mapping[str, int] = field(default_factory=dict)
-    """Verdict -> endpoints."""
+    """Number of endpoints by verdict."""
     hit_errors: Mapping[str, ErrorHistogram] = field(default_factory=dict)
-    """By side."""
+    """Errors of estimated cache hits by side."""
     bytes_per_token: Mapping[str, float] = field(default_factory=dict)
-    """By model."""
+    """Prompt bytes per token by model."""
     answer_tokens: float | None = None
-    """Of an answer on average; None: too little is known."""
+    """Mean output tokens per response, or None if too little is known."""
     process: ProcessSnapshot | None = None
-    """None: nobody looked."""
+    """Figures of the process, or None if not measured."""
     tokens: Sequence[TokensSnapshot] = ()
-    """Of each backend that was in force."""
+    """Figures of each backend that has been used."""
 
 
 class PageBudget:
-    """Bytes of a page that some children may take. The first that does not fit closes it."""
+    """A limit for the size of some children on a page.
+
+    The first one that does not fit closes it.
+    """
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -194,11 +201,12 @@ def _all_other(labels: _Labels) -> _Labels:
 
 
 class Children(Generic[_Child]):
-    """Children of one group of metrics, by label values, made at first use.
+    """The children of a group of metrics by label values, created at first use.
 
-    Values may come from clients: what is longer than `LABEL_CHARACTERS_MAX` is cut, what is not
-    printable is spelt out, and past `children_max` combinations, or what `budget` has bytes for,
-    every new one shares the child whose labels are `others(labels)`: all "other".
+    Values may come from clients. Those longer than `LABEL_CHARACTERS_MAX` are shortened, and
+    unprintable characters are escaped. Beyond `children_max` combinations, or if `budget` is
+    exhausted, new combinations share the child with the labels `others(labels)`, by default all
+    "other".
     """
 
     def __init__(
@@ -237,7 +245,7 @@ class Children(Generic[_Child]):
         return child
 
     def drop(self, goes: Callable[[_Labels], bool]) -> list[_Labels]:
-        """Forget the children whose labels go, and say which they were."""
+        """Remove the children for whose labels `goes` is true, and return these labels."""
         gone = [labels for labels in self._children if goes(labels)]
         for labels in gone:
             del self._children[labels]
@@ -251,12 +259,12 @@ class Children(Generic[_Child]):
             return False
         if budget is None or labels == self._others(labels):
             return True
-        # Of what is closed no size is worked out: it may be asked with every request.
+        # The size is not computed for a closed budget, because that may happen with every request.
         return not budget.closed and budget.takes(self._page_bytes(labels))
 
 
 def _label(value: str) -> str:
-    """A label value that fits, in one line that UTF-8 can carry."""
+    """Return a label value that is shortened, on one line and encodable as UTF-8."""
     return printable(value[:LABEL_CHARACTERS_MAX])[:LABEL_CHARACTERS_MAX]
 
 
@@ -270,12 +278,12 @@ def _bounded_endpoint_labels(full_name: str, address: str) -> tuple[str, str, st
 
 
 def _other_model(labels: _Labels) -> _Labels:
-    """Of an attempt: the endpoint stays, which no client names."""
+    """Return labels of an attempt with model "other"; clients do not control the endpoint."""
     return (labels[0], OTHER, *labels[2:])
 
 
 def endpoint_labels(endpoint: Endpoint) -> tuple[str, str, str]:
-    """(endpoint_name, namespace, port): a name is "namespace/name", or a name alone."""
+    """Return (endpoint_name, namespace, port); a name is "namespace/name" or a name alone."""
     return _endpoint_labels(endpoint.name, endpoint.address)
 
 
@@ -285,7 +293,7 @@ def _endpoint_labels(full_name: str, address: str) -> tuple[str, str, str]:
 
 
 class _Routed(Struct, frozen=True):
-    """Distributions of one model, target model and priority that every routed request has."""
+    """The histograms of a model, target model and priority for every routed request."""
 
     size_bytes: Distribution
     input_tokens: Distribution
@@ -293,7 +301,7 @@ class _Routed(Struct, frozen=True):
 
 
 class _Parsed(Struct, frozen=True):
-    """Those of a response that was parsed."""
+    """The histograms of a response that was parsed."""
 
     ttft_s: Distribution
     output_tokens: Distribution
@@ -301,14 +309,17 @@ class _Parsed(Struct, frozen=True):
 
 
 class _Requests(Struct, frozen=True):
-    """Children of one model, target model and priority."""
+    """The counters of a model, target model and priority."""
 
     total: Number
     running: Number
 
 
 class Telemetry:
-    """The shell calls one method an event. Owns no clock: durations are handed in."""
+    """The picker's metrics, with one method per event.
+
+    It reads no clock: durations are arguments.
+    """
 
     def __init__(  # noqa: PLR0915  a line a metric
         self,
@@ -316,10 +327,10 @@ class Telemetry:
         pool: Callable[[], PoolSnapshot] | None = None,
         could_not: Callable[[str, Exception], None] | None = None,
     ) -> None:
-        """`pool` is called once a page, on the thread that makes it.
+        """`pool` is called once per page, in the thread that creates the page.
 
-        `could_not` is told of what waited and cannot be counted, by its event; None: its number is
-        all that is told.
+        `could_not` receives the event and error of values that cannot be counted; if it is None,
+        only the number of such events is counted.
         """
         self._could_not = could_not or (lambda event, _: self.telemetry_failed(event))
         registry.register(_First(self.fold))
@@ -369,7 +380,7 @@ class Telemetry:
         self._contribution = Children(_labelled(distributions["homing_scorer_contribution"]))
         self._exemplars = 0
         self._scorers: tuple[str, ...] = ()
-        """Of the decisions that wait."""
+        """Names of the scorers of the waiting decisions."""
         self._waiting: Waiting[_Decided] = Waiting(_DECIDED_NUMBERS)
         self._without_prefix = Children(_labelled(numbers["homing_scheduled_without_prefix_total"]))
         self._unparsed = Children(_labelled(numbers["homing_requests_unparsed_total"]))
@@ -382,7 +393,7 @@ class Telemetry:
         self._hit_bytes = distributions["homing_prefix_indexer_hit_bytes"].labels()
         self._hit_tokens = numbers["homing_predicted_hit_tokens_total"].labels()
         self._compared_tokens = Children(_labelled(numbers["homing_prefix_hit_tokens_total"]))
-        # What each endpoint did with its requests; told of by whoever sees them end.
+        # Series of each endpoint's requests, which the observer reports.
         self.by_endpoint = EndpointSeries(made.sums, numbers, _bounded_endpoint_labels)
         self._set_aside_metric = numbers["homing_set_aside_total"]
         self._set_aside = Children(_labelled(numbers["homing_set_aside_total"]))
@@ -415,7 +426,7 @@ class Telemetry:
             _labelled(numbers["homing_extproc_connections_cut_total"]), len(Cut)
         )
         for reason in Cut:
-            # There from the start: an alert sees the first one too.
+            # The series exist from the start, so that an alert notices the first event.
             self._connections_cut(reason.value)
         numbers["homing_info"].labels(__version__).set(1)
         if pool is not None:
@@ -430,13 +441,13 @@ class Telemetry:
         request_bytes: int,
         model_name: str = "",
     ) -> None:
-        """A request was routed. `model_name` is what the client asked for, if it was rewritten."""
+        """Count a routed request; `model_name` is the client's model if it was rewritten."""
         request, endpoint = leg.lease.request, leg.endpoint
         if leg.scorers != self._scorers:
             self._fold_decisions()
             self._scorers = leg.scorers
             self._waiting = Waiting(_DECIDED_NUMBERS + len(leg.scorers))
-        # Cut: a name may be as long as a body.
+        # A name may be as long as a body, so it is shortened.
         model = request.model[:LABEL_CHARACTERS_MAX]
         asked = model_name[:LABEL_CHARACTERS_MAX] or model
         waiting = self._waiting.append(
@@ -457,9 +468,9 @@ class Telemetry:
             self._fold_decisions()
 
     def fold(self) -> None:
-        """Count the decisions that wait. Done before anything is read, so totals are exact then.
+        """Count the waiting decisions; this precedes every read, so that totals are exact.
 
-        One that cannot be counted costs no other.
+        A decision that cannot be counted does not affect others.
         """
         self._fold_decisions()
         try:
@@ -473,19 +484,19 @@ class Telemetry:
         decided, rows = self._waiting.take()
         try:
             self._count(decided, rows)
-        except Exception:  # noqa: BLE001  telemetry never fails a request, and here it would be another's
+        except Exception:  # noqa: BLE001  telemetry never fails a request, and this one belongs to another request
             for at, key in enumerate(decided):
                 self._count_alone(key, rows[at : at + 1])
 
     def _count_alone(self, key: _Decided, row: Rows) -> None:
         try:
             self._count([key], row)
-        except Exception as error:  # noqa: BLE001  as above
+        except Exception as error:  # noqa: BLE001  the same as above
             self._could_not("decided", error)
 
     def _count(self, decided: Sequence[_Decided], rows: Rows) -> None:
-        """All or, if it raises, nothing."""
-        # What can fail comes first.
+        """Count all decisions, or none if it raises."""
+        # Steps that may fail come first.
         positions: dict[tuple[str, str, int], list[int]] = {}
         for at, key in enumerate(decided):
             positions.setdefault(key[:3], []).append(at)
@@ -516,7 +527,7 @@ class Telemetry:
             scorer.observe_all(part)
 
     def _count_hits(self, matched: Column, total: Column, block_tokens: Column) -> None:
-        """Of prompts that have a full block."""
+        """Count cache hits of prompts that have a full block."""
         has_blocks = total > 0
         matched, total = matched[has_blocks], total[has_blocks]
         hit_tokens = matched * block_tokens[has_blocks]
@@ -532,7 +543,9 @@ class Telemetry:
         request: InferenceRequest | None = None,
         model_name: str = "",
     ) -> None:
-        """A request was refused; `request` is known once it was parsed, the time if scheduled."""
+        """Count a refused request; `request` is None if not parsed, `scheduling_s` if not
+        scheduled.
+        """
         reason = refusal.reason.value
         self._refusals(reason).inc()
         for name, dropped in refusal.eliminated.items():
@@ -553,7 +566,9 @@ class Telemetry:
         model_name: str = "",
         counted: bool = False,
     ) -> None:
-        """The stream of a request ended with an error; `counted`: after the request was routed."""
+        """Count a stream that ended with an error; `counted` tells that the request was routed
+        before.
+        """
         model, priority = (request.model, str(request.priority)) if request else ("", "0")
         labels = (model_name or model, model, priority)
         if not counted:
@@ -561,11 +576,11 @@ class Telemetry:
         self._errors(*labels, failure).inc()
 
     def response_started(self, *, elapsed_s: Seconds) -> None:
-        """Response headers were seen, `elapsed_s` after the request headers."""
+        """Count response headers that arrived `elapsed_s` after the request headers."""
         self._headers_s.observe(elapsed_s)
 
     def first_output(self, decision: Decision, *, elapsed_s: Seconds, model_name: str = "") -> None:
-        """The first output token was seen; only where the response is parsed."""
+        """Count the first output token, which is seen only if responses are parsed."""
         labels = _model_labels(decision.lease.request, model_name)
         self._parsed(*labels).ttft_s.observe(elapsed_s)
 
@@ -580,9 +595,9 @@ class Telemetry:
         ttft_s: Seconds | None = None,
         model_name: str = "",
     ) -> None:
-        """A request of which a span is kept took this long, as was observed before.
+        """Attach the trace of a request to its durations, which were observed before.
 
-        `at_s`: seconds since 1970; the times from the request headers on.
+        `at_s` is Unix time; the other times start at the request headers.
         """
         labels = _model_labels(decision.lease.request, model_name)
         self._exemplify(self._routed(*labels).duration_s, elapsed_s, trace_id, at_s)
@@ -606,9 +621,10 @@ class Telemetry:
         model_name: str = "",
         counted: bool = False,
     ) -> None:
-        """A routed request ended: exactly once for each `decided`, with the same `model_name`.
+        """Count the end of a routed request, once for each `decided` and with the same
+        `model_name`.
 
-        `counted`: its failure was, under its own reason.
+        `counted` tells that its failure was counted under its own reason.
         """
         request = decision.lease.request
         labels = _model_labels(request, model_name)
@@ -626,43 +642,43 @@ class Telemetry:
             self._errors(*labels, error_code).inc()
 
     def scheduled_without_prefix(self, mode: str) -> None:
-        """A request was scheduled at its headers; `mode` is its body mode or "headers-only"."""
+        """Count a request scheduled at its headers; `mode` is its body mode or "headers-only"."""
         self._without_prefix(mode).inc()
 
     def request_unparsed(self, api: str, reason: str) -> None:
-        """A request was placed although the picker could not read its body."""
+        """Count a request that was routed although its body could not be read."""
         self._unparsed(api, reason).inc()
 
     def unknown_body_mode(self, mode: int) -> None:
-        """A gateway announced a body mode that the picker does not know."""
+        """Count an unknown body mode announced by a gateway."""
         self._unknown_mode(str(mode)).inc()
 
     def unknown_objective(self) -> None:
-        """A request named an objective that is not known."""
+        """Count a request with an unknown objective."""
         self._unknown_objective.inc()
 
     def protocol_violated(self, phase: str, event: str) -> None:
-        """A gateway sent `event` in a `phase` of the stream that does not allow it."""
+        """Count an `event` from a gateway that the `phase` of the stream does not allow."""
         self._violations(phase, event).inc()
 
     def response_body_declined(self) -> None:
-        """The gateway was asked not to show the body of a response."""
+        """Count a response whose body the gateway was asked not to send."""
         self._declined.inc()
 
     def usage_unseen(self) -> None:
-        """Usage was to be read of a response whose body the gateway does not show."""
+        """Count a response whose usage is unknown because the gateway sends no body."""
         self._usage_unseen.inc()
 
     def responses_unseen(self) -> None:
-        """A gateway shows no responses."""
+        """Count a gateway that reports no responses."""
         self._gateways_blind.inc()
 
     def set_aside(self, endpoint: Endpoint) -> None:
         self._set_aside(*endpoint_labels(endpoint)).inc()
 
     def endpoints_replaced(self, endpoints: Iterable[Endpoint]) -> None:
-        """Drop the counters of endpoints that are gone; pods come and go for as long as we run."""
-        # What waits would make them anew.
+        """Remove the counters of removed endpoints, because pods come and go."""
+        # Waiting decisions would create these counters again.
         self.fold()
         endpoints = tuple(endpoints)
         self.by_endpoint.replace(endpoints)
@@ -678,7 +694,7 @@ class Telemetry:
                 metric.remove(*labels)
 
     def scraped(self, *, elapsed_s: Seconds) -> None:
-        """One endpoint was scraped with success."""
+        """Count a successful scrape of an endpoint."""
         self._scrape_s.observe(elapsed_s)
 
     def scrape_failed(self, kind: str) -> None:
@@ -687,7 +703,7 @@ class Telemetry:
     def config_applied(
         self, settings: SchedulerSettings, *, config_hash: str, generation: int
     ) -> None:
-        """`settings` are in force from now on."""
+        """Record `settings` as in force."""
         self._reload_ok.set(1)
         self._reloads("success").inc()
         self._config_info.clear()
@@ -699,40 +715,40 @@ class Telemetry:
             self._weights.labels(*names).set(scorer.weight)
 
     def config_rejected(self) -> None:
-        """A new configuration was not taken; the last good one stays in force."""
+        """Record that a new configuration was rejected and the last valid one stays."""
         self._reload_ok.set(0)
         self._reloads("failure").inc()
 
     def last_good_in_force(self, file: str, in_force: bool) -> None:
-        """Whether the picker runs by a copy of `file`, because that was broken at the start."""
+        """Record whether the picker runs with a copy of `file` because it was broken at start."""
         self._last_good(file).set(in_force)
 
     def last_good_not_kept(self, file: str) -> None:
-        """The copy of `file` could not be written."""
+        """Count a copy of `file` that could not be written."""
         self._not_kept(file).inc()
 
     def task_ended(self, task: str, times: int) -> None:
-        """`task` ended so many times though nobody asked it to; 0: it is started."""
+        """Count unexpected ends of `task`; 0 creates the series when the task starts."""
         self._task_ends(task).inc(times)
 
     def tokens_asked(
         self, backend: str, result: TokensResult, waited_s: Seconds, tokens: int
     ) -> None:
-        """A request's tokens were asked for; how often is read from who asked."""
+        """Record the wait for a request's tokens; the backend counts the results."""
         if waited_s:
             self._tokenize_s(backend).observe(waited_s)
 
     def peer_snapshot(self, source: str, elapsed_s: Seconds) -> None:
-        """A snapshot came in whole from `source`: "peer", "file" or "broker"."""
+        """Record a complete snapshot from `source`: "peer", "file" or "broker"."""
         self._peer_snapshot_s(source).observe(elapsed_s)
 
     def loop_lagged(self, late: Sequence[Seconds]) -> None:
-        """Timers of the event loop ran so late."""
+        """Record by how many seconds timers of the event loop were late."""
         for late_s in late:
             self._loop_lag_s.observe(late_s)
 
     def first_token_compared(self, expected_s: Seconds, observed_s: Seconds) -> None:
-        """A first token was expected after `expected_s`, and came after `observed_s`."""
+        """Record the expected and observed time to first token."""
         came = "later" if observed_s >= expected_s else "earlier"
         self._first_token_error(came).observe(abs(observed_s - expected_s))
         self._first_token_expected_s.inc(expected_s)
@@ -742,22 +758,22 @@ class Telemetry:
         self._streams.inc()
 
     def stream_closed(self, code: str, *, elapsed_s: Seconds) -> None:
-        """An ext_proc stream ended with the gRPC status `code` ("OK", "CANCELLED", ...)."""
+        """Count an ext_proc stream that ended with the gRPC status `code` ("OK", "CANCELLED", ...)."""
         self._streams.dec()
         self._streams_ended(code).inc()
         self._stream_s.observe(elapsed_s)
 
     def connection_cut(self, reason: Cut) -> None:
-        """A transport ended a connection that its gateway would have kept."""
+        """Count a connection that the transport closed although its gateway would have kept it."""
         self._connections_cut(reason.value).inc()
 
     def drain_cut(self, streams: int) -> None:
-        """`streams` were still open when the drain timed out."""
+        """Count `streams` that were still open when the drain timed out."""
         self._drain_cut.inc(streams)
         self._errors("", "", "0", "drain-cut").inc(streams)
 
     def telemetry_failed(self, event: str) -> None:
-        """`event` was not told of, by a defect of ours."""
+        """Count an `event` that was not reported because of a defect."""
         self._failures(event).inc()
 
 
@@ -766,7 +782,7 @@ def _model_labels(request: InferenceRequest, model_name: str) -> tuple[str, str,
 
 
 def _error_code(outcome: Outcome) -> str:
-    """Empty for what went well."""
+    """Return the error code, or "" for a success."""
     if outcome.ending is Ending.CLIENT_LEFT:
         return outcome.ending.value
     if outcome.status is not None and outcome.status >= 400:
@@ -775,7 +791,7 @@ def _error_code(outcome: Outcome) -> str:
 
 
 class _Counted:
-    """The metrics of the table that are counted as things happen, registered once."""
+    """The metrics of the table that are counted when events happen, registered once."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.numbers: dict[str, Family[Number]] = {}
@@ -802,7 +818,7 @@ def _labelled(family: Family[Child]) -> Callable[[_Labels], Child]:
 def _group(
     together: Callable[..., _Child], families: Sequence[Family[Child]], budget: PageBudget
 ) -> Children[_Child]:
-    """Children of several metrics of the same labels, which are made and left out together."""
+    """Return children of several metrics with the same labels, which are created together."""
     return Children(
         lambda labels: together(*[family.labels(*labels) for family in families]),
         budget=budget,
@@ -815,7 +831,7 @@ def _only(number: Number) -> Number:
 
 
 class _First(Collector):
-    """Has no families. What is registered first is collected first: `prepare` runs before a read."""
+    """A collector without families; registered first, it runs `prepare` before a read."""
 
     def __init__(self, prepare: Callable[[], None]) -> None:
         self._prepare = prepare
@@ -829,13 +845,16 @@ class _First(Collector):
 
 
 class PoolCollector(Collector):
-    """Reads the scheduler when a page is made. A family without a known value has no samples."""
+    """A collector that reads the scheduler when a page is created.
+
+    A family without a known value has no samples.
+    """
 
     def __init__(self, source: Callable[[], PoolSnapshot]) -> None:
         self._source = source
 
     def describe(self) -> Iterator[Metric]:
-        """The empty families: registering must not read a scheduler that is not yet built."""
+        """Return empty families, because the scheduler does not exist yet when this is registered."""
         return iter(_empty_families().values())
 
     def collect(self) -> Iterator[Metric]:
@@ -889,7 +908,7 @@ def _empty_families() -> dict[str, Any]:
 
 
 _Families: TypeAlias = Mapping[str, Any]
-"""A family of the library for each row of the table that is sampled."""
+"""Family of the library for each sampled row of the table."""
 
 
 def _add_pool(families: _Families, snapshot: PoolSnapshot) -> None:
@@ -1040,7 +1059,7 @@ def _add_hits(families: _Families, labels: _Labels, compared: HitComparison) -> 
     engine = families["homing_engine_hit_ratio"]
     engine.add_metric((*labels, "all"), compared.engine)
     for tier, ratio in compared.tiers.items():
-        # A tier that nothing was ever found in is one that the engine does not have.
+        # If nothing was ever found in a tier, the engine does not have it.
         if ratio:
             engine.add_metric((*labels, tier), ratio)
 
@@ -1054,7 +1073,7 @@ def _add_accuracy(families: _Families, snapshot: PoolSnapshot) -> None:
         families["homing_predicted_hit_error_ratio"].add_metric([side], buckets, errors.total)
     sizes: dict[str, float] = {}
     for model, size in snapshot.bytes_per_token.items():
-        # Two names may be one when they are cut.
+        # Two names may become equal when they are shortened.
         sizes.setdefault(_label(model), size)
     for model, size in sizes.items():
         families["homing_bytes_per_token"].add_metric([model], size)
@@ -1083,7 +1102,7 @@ def _add_indexes(families: _Families, snapshot: PoolSnapshot) -> None:
 def _add_plugins(families: _Families, snapshot: PoolSnapshot) -> None:
     errors: dict[str, int] = {}
     for name, count in snapshot.plugin_errors.items():
-        # Two names may be one when they are cut.
+        # Two names may become equal when they are shortened.
         errors[_label(name)] = errors.get(_label(name), 0) + count
     for label, count in errors.items():
         families["homing_plugin_errors_total"].add_metric([label], count)

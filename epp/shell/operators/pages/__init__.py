@@ -1,1 +1,1 @@
-"""The port of operators: who may read, one page at a time, and the debug pages."""
+"""The operators' port: authorization, the queue of pages, and the debug pages."""

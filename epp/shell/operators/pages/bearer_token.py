@@ -1,4 +1,4 @@
-"""The token without which the debug pages are not shown."""
+"""Protect the debug pages with a bearer token."""
 
 import hmac
 import re
@@ -21,15 +21,18 @@ _log = structlog.get_logger(__name__)
 
 
 class BearerToken:
-    """Reads its file at once, and again as often as it changes; a bad one changes nothing."""
+    """The token in a file, which is read at once and after each change.
+
+    An invalid new token leaves the old one in force.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Raises `StartError`."""
+        """Read the token. Raises `StartError`."""
         self._path = path
         self._watcher = FileWatcher(path, self._changed, self._report, bytes_max=TOKEN_BYTES_MAX)
         content = first_read(self._watcher, f"--debug-token-file {path}").strip()
         if not _TOKEN.fullmatch(content):
-            raise StartError(f"--debug-token-file {path} has no token, expected {_EXPECTED}")
+            raise StartError(f"--debug-token-file {path} has no valid token, expected {_EXPECTED}")
         self._digest = sha256(content).digest()
 
     async def run(self) -> None:
@@ -37,7 +40,7 @@ class BearerToken:
         await self._watcher.run()
 
     def guarded(self, handler: Handler) -> Handler:
-        """`handler` for who shows the token; 401 for all others."""
+        """Wrap `handler` so that requests without the token get 401."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
             if self._admits(request.headers.get(hdrs.AUTHORIZATION, "")):
@@ -45,24 +48,27 @@ class BearerToken:
             return web.Response(
                 status=401,
                 headers={hdrs.WWW_AUTHENTICATE: 'Bearer realm="homing"'},
-                text="expected the token of --debug-token-file as Authorization: Bearer TOKEN\n",
+                text="expected the token of --debug-token-file in the header Authorization: "
+                "Bearer TOKEN\n",
             )
 
         return answer
 
     def _admits(self, authorization: str) -> bool:
         scheme, _, token = authorization.partition(" ")
-        # Of digests: comparing takes the same time, however long the token and what is shown.
+        # Digests are compared, so that the time does not depend on the lengths of the tokens.
         shown = sha256(token.strip().encode("utf-8", "surrogateescape")).digest()
         return hmac.compare_digest(shown, self._digest) and scheme.lower() == "bearer"
 
     def _changed(self, content: bytes) -> None:
         token = content.strip()
         if not _TOKEN.fullmatch(token):
-            self._report(f"{self._path} has no token, expected {_EXPECTED}")
+            self._report(f"{self._path} has no valid token, expected {_EXPECTED}")
             return
         self._digest = sha256(token).digest()
-        _log.info("the token of the debug pages was read again")
+        _log.info("token of the debug pages replaced")
 
     def _report(self, problem: str) -> None:
-        _log.error("the debug token cannot be read, the last one stays", problem=problem)
+        _log.error(
+            "token of the debug pages cannot be read, the last one stays in force", problem=problem
+        )

@@ -1,7 +1,8 @@
-"""What the picker knows and did, for who asks it: /debug/config, /debug/endpoints, /debug/decisions,
-/debug/explain, /debug/indexes, /debug/tokens, /debug/peers.
+"""Serve the debug pages with the picker's state and recent decisions.
 
-Plain tables, or JSON for who accepts it or asks with `?format=json`. Nothing of a prompt is shown.
+The pages are /debug/config, /debug/endpoints, /debug/decisions, /debug/explain, /debug/indexes,
+/debug/tokens and /debug/peers. They are plain tables, or JSON with `?format=json` or a matching
+Accept header. No part of a prompt is shown.
 """
 
 import time
@@ -32,33 +33,33 @@ from epp.shell.operators.pages.text_table import cell, table_in_turns
 from epp.shell.peers.state import PeerRow
 
 PAGES: Final = {
-    "/debug/config": "the configuration in force, its hash and generation",
-    "/debug/endpoints": "each endpoint: ready or why not and since when, its metrics, what is in flight",
+    "/debug/config": "configuration in force, with hash and generation",
+    "/debug/endpoints": "endpoints with state, its reason and start, metrics and requests in flight",
     "/debug/decisions": (
-        "the last decisions and refusals; ?n= ?request_id= ?endpoint= ?model= ?refused="
+        "last decisions and refusals; ?n= ?request_id= ?endpoint= ?model= ?refused="
     ),
-    "/debug/explain": "why a request went where it went, in words; ?request_id= ?endpoint= (why not there)",
-    "/debug/indexes": "each affinity index: its type, where what it knows is from, entries, bytes, hits",
-    "/debug/tokens": "who says which tokens prompts become, how that went, and each tokenizer or renderer",
-    "/debug/peers": "each replica that is shared with: since when, last heard, bytes, dropped",
+    "/debug/explain": "why a request was routed to its endpoint; ?request_id= ?endpoint= (why not this one)",
+    "/debug/indexes": "affinity indexes with type, source of information, entries, bytes and hits",
+    "/debug/tokens": "backend for tokens of prompts, its results, and each tokenizer or renderer",
+    "/debug/peers": "replicas that share state: connection, last message, bytes, dropped frames",
 }
-"""Plain tables, or JSON with ?format=json."""
+"""Debug pages with a description, by path."""
 SHOWN: Final = 50
 SHOWN_MAX: Final = 1_000
 EXPLAINED_MAX: Final = 5
-"""Requests that have one id, newest first: clients choose ids, and retries keep theirs."""
+"""Maximum number of requests with one id, newest first; clients choose ids and repeat them."""
 _COLUMNS: Final = (
     *("at", "number", "request_id", "model", "path", "priority", "endpoint", "address"),
     *("prompt_tokens", "matched", "ready", "candidates", "eliminated", "refused", "status"),
     "scores",
 )
-"""Of the table of decisions."""
+"""Columns of the table of decisions."""
 
 
 class DebugPages:
     """Routes for the metrics server."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 - who decides, and who tells what beside it
+    def __init__(  # noqa: PLR0913, PLR0917 - the sources of all pages
         self,
         scheduler: Scheduler,
         recent: RecentDecisions,
@@ -70,9 +71,14 @@ class DebugPages:
         tokens: Callable[[], dict[str, Any]] = dict,
         pages: Callable[[Endpoint], PagesRow | None] = lambda _: None,
     ) -> None:
-        """`config` gives what is in force, and its generation; `peers` the other replicas;
-        `first_tokens` what engines tell of them by endpoint id; `kv_events` how one is heard; `tokens` who
-        tells prompts' tokens; `pages` what other pages tell of an endpoint.
+        """Configure the sources of the pages.
+
+        - `config` returns the configuration in force and its generation.
+        - `peers` returns the other replicas.
+        - `first_tokens` returns the engines' times to first token by endpoint id.
+        - `kv_events` returns the state of an endpoint's KV events.
+        - `tokens` returns the state of the token backend.
+        - `pages` returns the content of an endpoint's other pages.
         """
         self._pages = pages
         self._tokens = tokens
@@ -85,7 +91,7 @@ class DebugPages:
         self._peers = peers
 
     def routes(self, queue: PageQueue, token: BearerToken | None = None) -> list[web.RouteDef]:
-        """Pages are made in `queue`. `token`: without it nothing is shown; None: to everybody."""
+        """Return the routes; pages are created in `queue` and require `token`, if any."""
         pages = (
             self._config_page,
             self._endpoints_page,
@@ -96,7 +102,7 @@ class DebugPages:
             self._peers_page,
         )
         made = [queue.queued(page) for page in pages]
-        # A stranger takes nobody's place in the queue.
+        # The token is checked first, so that requests without it take no place in the queue.
         return [
             web.get(path, token.guarded(page) if token else page)
             for path, page in zip(PAGES, made, strict=True)
@@ -143,7 +149,7 @@ class DebugPages:
     async def _explain_page(self, request: web.Request) -> web.Response:
         query = request.query
         if set(query) - {"request_id", "endpoint", "format"} or not query.get("request_id"):
-            sentence = "expected ?request_id= and nothing else but endpoint and format\n"
+            sentence = "expected ?request_id=, optionally with endpoint and format\n"
             raise web.HTTPBadRequest(text=sentence)
         wanted = Wanted(request_id=query["request_id"])
         rows = await self._recent.rows(EXPLAINED_MAX, wanted, query.get("endpoint", ""))
@@ -160,10 +166,10 @@ class DebugPages:
 
     def _not_kept(self, request_id: str) -> str:
         since = self._kept_since()
-        kept = f"since {since}" if since else "at all yet"
+        kept = f"since {since}" if since else "so far"
         return (
-            f"no request {cell(request_id[:TEXT_CHARACTERS_MAX])} was decided or refused here {kept}; "
-            "older ones are not kept, and other replicas keep their own\n"
+            f"no request {cell(request_id[:TEXT_CHARACTERS_MAX])} was decided or refused by this "
+            f"picker {kept}; older records are dropped, and other replicas have their own\n"
         )
 
     async def _indexes_page(self, request: web.Request) -> web.Response:
@@ -195,7 +201,7 @@ class DebugPages:
 
 
 def _index_row(standing: IndexStanding) -> Row:
-    """None: not known, or it has no such bound."""
+    """Return the row of an index; None means unknown or without bound."""
     told = standing.measures
     return {
         "name": standing.name,
@@ -224,7 +230,10 @@ def _peer_row(peer: PeerRow) -> Row:
 
 
 def _question(request: web.Request) -> tuple[int, Wanted]:
-    """How many to show, and which. A question that is not understood must not look answered."""
+    """Parse the number of rows and the selection.
+
+    Raises `HTTPBadRequest` if a parameter is invalid.
+    """
     query = request.query
     known = ("n", "format", *Wanted.__struct_fields__)
     if unknown := [name for name in query if name not in known]:
@@ -242,12 +251,12 @@ def _question(request: web.Request) -> tuple[int, Wanted]:
 
 
 def _flat(row: Row) -> Row:
-    """The row of a decision or refusal for the table, whose columns are always the same."""
+    """Return the row of a decision or refusal for the table, with fixed columns."""
     flat = {name: row.get(name) for name in _COLUMNS}
     flat["eliminated"] = ", ".join(f"{count} by {by}" for by, count in row["eliminated"].items())
     if "scores" in row:
         flat["matched"] = f"{row['matched_blocks']}/{row['total_blocks']}"
-        # The chosen one, and the best of the others.
+        # The chosen endpoint, and the best of the others.
         chosen_first = sorted(row["scores"], key=lambda score: score["endpoint"] != row["endpoint"])
         flat["scores"] = ", ".join(map(_spelt, chosen_first[:2]))
     return flat
@@ -270,7 +279,7 @@ def _wants_json(request: web.Request) -> bool:
 
 
 async def _json_rows(name: str, rows: Iterable[Row]) -> web.Response:
-    """`{name: rows}`, as of `_json`."""
+    """Return `{name: rows}` as JSON, encoded in turns of the event loop."""
     encoded = [msgspec.json.encode(row) async for row in in_turns(rows)]
     body = b'{"%b":[%b]}\n' % (name.encode(), b",".join(encoded))
     return web.Response(body=body, content_type="application/json")

@@ -1,4 +1,4 @@
-"""What the picker knows of each endpoint, as rows for pages."""
+"""Collect the state of each endpoint as rows for pages."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
@@ -28,10 +28,11 @@ def endpoint_rows(
     kv_events: Callable[[Endpoint], SourceRow | None] = lambda _: None,
     pages: Callable[[Endpoint], PagesRow | None] = lambda _: None,
 ) -> list[_Row]:
-    """A row an endpoint, by slot. None: not known. `first_tokens` by endpoint id.
+    """Return one row per endpoint, by slot; None means unknown.
 
-    `kv_events` says how an endpoint is heard, `pages` what pages beside the metrics told; where none
-    is to be, no row tells of it.
+    `first_tokens` has figures by endpoint id. `kv_events` and `pages` return the state of an
+    endpoint's events and the content of its other pages; their columns are missing if there are
+    none.
     """
     pool = scheduler.pool
     states.look(now)
@@ -100,12 +101,12 @@ def endpoint_rows(
 
 
 def _named(shares: Mapping[str, float]) -> dict[str, float] | None:
-    """Those that are any; None: none is told."""
+    """Return the shares that are not 0, or None if all are."""
     return {name: round(share, _DIGITS) for name, share in shares.items() if share} or None
 
 
 def _heard(source: SourceRow) -> str:
-    """In one word or two."""
+    """Return the state of the KV events in one or two words."""
     if source.silent:
         return "silent"
     if source.state is StreamState.LIVE and not source.complete:
@@ -123,6 +124,6 @@ def _lately(first_tokens: Mapping[str, FirstTokens] | None, endpoint: Endpoint) 
 
 
 def _rounded(column: Floats) -> list[float | None]:
-    # Of arrays: asked of each number, numpy takes ten times as long as all the rest of a page.
+    # Converting whole arrays is ten times faster than asking numpy about each number.
     known = zip(column.round(_DIGITS).tolist(), np.isfinite(column).tolist(), strict=True)
     return [value if finite else None for value, finite in known]

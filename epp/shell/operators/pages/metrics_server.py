@@ -1,4 +1,4 @@
-"""The HTTP port of operators: /metrics, /healthz, /readyz, and pages that others add."""
+"""The HTTP server for operators: /metrics, /healthz, /readyz, and pages of other modules."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
@@ -14,20 +14,20 @@ from prometheus_client.samples import Sample
 from epp.shell.operators.pages.page_queue import PageQueue
 
 SAMPLES_PER_SLICE_MAX: Final = 250
-"""About 1 ms of encoding, the longest that a page keeps the event loop from deciding."""
+"""Maximum number of samples per slice, which block the event loop for about 1 ms."""
 KEEPALIVE_S: Final = 75.0
 SHUTDOWN_S: Final = 1.0
-"""How long a page that is being sent may hold up the end."""
+"""Maximum time in seconds for which a page in progress delays the shutdown."""
 _PAGES: Final = {
-    "/metrics": "what is counted and measured, for Prometheus",
-    "/healthz": "ok, while the process lives",
-    "/readyz": "whether requests should be sent here",
+    "/metrics": "counters and measurements for Prometheus",
+    "/healthz": "ok while the process runs",
+    "/readyz": "whether the picker is ready for requests",
 }
 _OPENMETRICS_END: Final = b"# EOF\n"
 
 
 class MetricsServer:
-    """Async context manager: listens inside `async with`. Writes no access log."""
+    """An async context manager that listens while entered. It writes no access log."""
 
     def __init__(
         self,
@@ -40,10 +40,11 @@ class MetricsServer:
         pages: Mapping[str, str] | None = None,
         turn: asyncio.Lock | None = None,
     ) -> None:
-        """`host` None: all interfaces. `port` 0: any free one. `routes`: /debug/... and the like.
+        """Configure the server.
 
-        `pages`: what each of them shows, by path, for the list at /. `turn`: held while a page is
-        made, theirs too.
+        `host` None means all interfaces, and `port` 0 any free port. `routes` are additional pages
+        such as /debug/..., and `pages` describes them by path for the list at /. `turn` is held
+        while a page is created.
         """
         self._registry = registry
         self._ready = ready
@@ -56,12 +57,12 @@ class MetricsServer:
 
     @property
     def port(self) -> int:
-        """The port that is listened on; inside `async with` only."""
+        """The port in use; valid only while the server is entered."""
         assert self._runner is not None, "the port is known once the server listens"
         return int(self._runner.addresses[0][1])
 
     async def __aenter__(self) -> Self:
-        """Raises `OSError` if the port is taken."""
+        """Start listening. Raises `OSError` if the port is in use."""
         application = web.Application(client_max_size=1024)
         application.add_routes(
             [
@@ -115,10 +116,10 @@ class MetricsServer:
 async def encode_in_slices(
     registry: Collector, encode: Callable[[Collector], bytes]
 ) -> AsyncIterator[bytes]:
-    """The page that `encode` makes of `registry`, without the `_created` series.
+    """Yield the page that `encode` creates from `registry`, without the `_created` series.
 
-    Between two slices of at most `SAMPLES_PER_SLICE_MAX` samples the event loop does other work.
-    A thread instead would compete with the loop for the interpreter for as long as the page takes.
+    The event loop runs between slices of at most `SAMPLES_PER_SLICE_MAX` samples. A thread would
+    compete with the loop for the interpreter while it creates the page.
     """
     ended = False
     for family in registry.collect():
@@ -142,7 +143,7 @@ def _with_samples(family: Metric, samples: list[Sample]) -> Metric:
 
 
 class _Only(Collector):
-    """A registry of one family."""
+    """A registry with one family."""
 
     def __init__(self, family: Metric) -> None:
         self._family = family

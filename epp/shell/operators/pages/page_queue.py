@@ -1,6 +1,4 @@
-"""Pages are made one at a time, and few wait for their turn: what readers cost the event loop is
-bounded, however many there are.
-"""
+"""Create pages one at a time with a bounded queue, so that readers cannot overload the event loop."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -9,33 +7,38 @@ from typing import Final, TypeAlias, TypeVar
 from aiohttp import hdrs, web
 
 WAITING_MAX: Final = 8
-"""Whoever comes when this many wait is told 503."""
+"""Maximum number of waiting requests; further ones get 503."""
 ROWS_PER_TURN: Final = 25
-"""About 1 ms of a table, the longest that it keeps the event loop from deciding."""
+"""Number of table rows per turn, which block the event loop for about 1 ms."""
 
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 T = TypeVar("T")
 
 
 class PageQueue:
-    """Those that wait to be made in a `turn`, which other queues may share: then pages of both are
-    made one at a time, and whoever fills the one queue keeps nobody out of the other.
+    """A queue of pages to create in a `turn`.
+
+    Queues may share the turn: their pages are created one at a time, but a full queue does not
+    block others.
     """
 
     def __init__(self, turn: asyncio.Lock) -> None:
         self._turn = turn
         self.waiting = 0
-        """Requests whose page is made or waits for that."""
+        """Number of requests whose page is being created or waits."""
 
     def queued(self, handler: Handler) -> Handler:
-        """`handler` in its turn. It waits for nothing but turns of the loop: others wait for it."""
+        """Wrap `handler` so that it runs in its turn; it must wait only for turns of the event
+        loop.
+        """
 
         async def answer(request: web.Request) -> web.StreamResponse:
             if self.waiting >= WAITING_MAX:
                 return web.Response(
                     status=503,
                     headers={hdrs.RETRY_AFTER: "1"},
-                    text=f"{WAITING_MAX} requests wait for their page; expected fewer at once\n",
+                    text=f"{WAITING_MAX} requests already wait for a page, expected fewer at "
+                    "once\n",
                 )
             self.waiting += 1
             try:
@@ -48,7 +51,7 @@ class PageQueue:
 
 
 async def in_turns(rows: Iterable[T]) -> AsyncIterator[T]:
-    """`rows`; the event loop has a turn after every `ROWS_PER_TURN`."""
+    """Yield `rows`; the event loop runs after every `ROWS_PER_TURN`."""
     for number, row in enumerate(rows, 1):
         yield row
         if number % ROWS_PER_TURN == 0:

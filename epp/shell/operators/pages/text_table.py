@@ -1,4 +1,4 @@
-"""Rows as a plain table, for pages and terminals."""
+"""Format rows as a plain table, for pages and terminals."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -8,7 +8,7 @@ from epp.shell.operators.pages.page_queue import in_turns
 
 
 def table(rows: Iterable[Row]) -> str:
-    """`rows` under the names of their members, in aligned columns; "-" where there is nothing."""
+    """Return `rows` as aligned columns with the members' names; "-" stands for missing values."""
     made = _Table()
     for row in rows:
         made.add(row)
@@ -16,7 +16,7 @@ def table(rows: Iterable[Row]) -> str:
 
 
 async def table_in_turns(rows: Iterable[Row]) -> str:
-    """`table`, made few rows at a time, the event loop having its turns between them."""
+    """Return the same as `table`; the event loop runs between some rows."""
     made = _Table()
     async for row in in_turns(rows):
         made.add(row)
@@ -24,7 +24,7 @@ async def table_in_turns(rows: Iterable[Row]) -> str:
 
 
 class _Table:
-    """Rows as text, and how wide the widest of each column is."""
+    """Rows as text, and the width of each column."""
 
     def __init__(self) -> None:
         self._rows: list[dict[str, str]] = []
@@ -46,7 +46,7 @@ class _Table:
 
 
 def cell(value: Any) -> str:
-    """One word or phrase; what a client wrote cannot steer a terminal or forge a line."""
+    """Return a value as text without control characters or line breaks."""
     if value is None or value == "":
         return "-"
     text = f"{value:g}" if isinstance(value, float) else str(value)

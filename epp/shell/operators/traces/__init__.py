@@ -1,1 +1,1 @@
-"""Spans of requests, and how they reach a collector."""
+"""Create spans of requests and export them to a collector."""

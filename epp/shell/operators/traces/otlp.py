@@ -1,4 +1,4 @@
-"""What the standard `OTEL_*` environment variables say of where spans go."""
+"""Configure the export of spans from the standard `OTEL_*` environment variables."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -18,14 +18,14 @@ NUMBER_MAX: Final = 1_000_000
 
 
 class OtelVariableError(Exception):
-    """A variable that cannot be obeyed: one sentence, without what might be a credential."""
+    """A variable is invalid. The message is one sentence without possible credentials."""
 
 
 def open_export(environment: Mapping[str, str]) -> SpanExport | None:
-    """What the variables of the specification ask for; None: they turn tracing off.
+    """Return the configured export, or None if the variables disable tracing.
 
-    The exporters read theirs (endpoint, headers, certificates, compression, timeout) themselves,
-    from the environment of the process. Raises `OtelVariableError`.
+    The exporters read endpoint, headers, certificates, compression and timeout themselves from the
+    environment of the process. Raises `OtelVariableError`.
     """
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None
@@ -69,14 +69,14 @@ def _exporter(protocol: str) -> SpanExporter:
     try:
         return _over_grpc() if protocol == "grpc" else _over_http()
     except (ValueError, RuntimeError, OSError, InvalidCompressionValueException) as error:
-        # Not its text: that may quote a header.
+        # The text of the error may quote a header.
         raise OtelVariableError(
             f"the OTEL_EXPORTER_OTLP_* variables cannot be used: {type(error).__name__}"
         ) from error
 
 
 def _over_grpc() -> SpanExporter:
-    # Each is imported where it is needed.
+    # Each exporter is imported only if it is used.
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415
         OTLPSpanExporter,
     )
@@ -91,7 +91,9 @@ def _over_http() -> SpanExporter:
     from requests import Response, Session  # noqa: PLC0415
 
     class HeadersOnly(Session):
-        """Of answers only the status is needed, and a body may be without end."""
+        """A session that discards bodies, because only the status is needed and a body may be
+        endless.
+        """
 
         def request(self, *asked: Any, **more: Any) -> Response:
             response = super().request(*asked, **(more | {"stream": True}))

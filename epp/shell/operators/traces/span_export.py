@@ -1,9 +1,9 @@
-"""Spans on their way to a collector: a bounded queue, and one thread that empties it.
+"""Export spans through a bounded queue and one thread.
 
-The exporters of OpenTelemetry wait for the network, and to write a span takes them as long as a
-decision, so they have a thread of their own. It may never keep a request: whoever ends a span only
-appends to the queue, and when that is full, because the collector is down or slow, drops the span
-and counts it.
+The exporters of OpenTelemetry wait for the network, and encoding a span takes as long as a
+decision. Therefore they run in a thread. It never delays a request: the event loop only appends to
+the queue. If the queue is full because the collector is unavailable or slow, the span is dropped
+and counted.
 """
 
 import asyncio
@@ -22,19 +22,23 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 QUEUE_SPANS_MAX: Final = 2_048
 BATCH_SPANS_MAX: Final = 512
 DELAY_S: Final = 5.0
-"""The three defaults of the specification: `OTEL_BSP_MAX_QUEUE_SIZE` and its neighbours."""
+"""Defaults of the specification: `OTEL_BSP_MAX_QUEUE_SIZE` and related variables."""
 CLOSE_S: Final = 2.0
-"""At the end so much is waited for what is queued; then it is dropped."""
+"""Maximum time in seconds to export queued spans at shutdown."""
 SWITCH_INTERVAL_S: Final = 0.000_5
-"""How long the thread may keep the interpreter from the event loop. With Python's 5 ms every turn
-of the loop would wait so long while a batch is written."""
+"""Interval in seconds after which the thread yields the interpreter to the event loop.
+
+Python's default of 5 ms would delay every turn of the loop while a batch is written."""
 EXPORTERS_LOG: Final = "opentelemetry.exporter"
 
 _log: Final = structlog.get_logger(__name__)
 
 
 class SpanExport(SpanProcessor):
-    """Async context manager: exports inside. `on_end` is for the thread of the event loop alone."""
+    """An async context manager that exports spans while entered.
+
+    Only the thread of the event loop may call `on_end`.
+    """
 
     def __init__(
         self,
@@ -45,7 +49,7 @@ class SpanExport(SpanProcessor):
         delay_s: float = DELAY_S,
         close_s: float = CLOSE_S,
     ) -> None:
-        """A batch goes out when there is a whole one, and after `delay_s` in any case."""
+        """A batch is exported when it is complete, and after `delay_s` at the latest."""
         assert 1 <= batch_spans_max <= queue_spans_max, "a batch must fit in the queue"
         self._exporter = exporter
         self._queue: deque[ReadableSpan] = deque()
@@ -56,7 +60,7 @@ class SpanExport(SpanProcessor):
         self._wake = threading.Event()
         self._closing = False
         self._abandoned = False
-        """Nobody waits for the thread any more, which may wait for a collector."""
+        """True if the shutdown no longer waits for the thread."""
         self._emptied = asyncio.Event()
         self._ended: Callable[[], object] = lambda: None
         self._problem = _LastProblem()
@@ -65,24 +69,24 @@ class SpanExport(SpanProcessor):
         self._failing = False
         self.exported = 0
         self.failed = 0
-        """Spans that the collector did not take."""
+        """Number of spans that the collector did not accept."""
         self.dropped = 0
-        """Spans that found the queue full."""
+        """Number of spans dropped because the queue was full."""
 
     async def __aenter__(self) -> Self:
         logger = logging.getLogger(EXPORTERS_LOG)
-        # They tell of every failure; `report` does of the first.
+        # The exporters log every failure, but `report` logs only the first one.
         logger.addHandler(self._problem)
         logger.propagate = False
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         loop = asyncio.get_running_loop()
         self._ended = lambda: loop.call_soon_threadsafe(self._emptied.set)
-        # It waits for a collector, for which the end of the process must not wait.
+        # The thread is a daemon, because the end of the process must not wait for a collector.
         threading.Thread(target=self._run, name="span export", daemon=True).start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Export what is queued, as far as that is done in time."""
+        """Export queued spans within the time limit."""
         self._closing = True
         self._wake.set()
         try:
@@ -104,7 +108,7 @@ class SpanExport(SpanProcessor):
         return len(self._queue) >= self._queue_spans_max
 
     def drop(self) -> None:
-        """Count a span that is not even made, because the queue is full."""
+        """Count a span that is not created because the queue is full."""
         self.dropped += 1
 
     def on_end(self, span: ReadableSpan) -> None:
@@ -116,17 +120,17 @@ class SpanExport(SpanProcessor):
             self._wake.set()
 
     def totals(self) -> dict[str, int]:
-        """Result -> spans."""
+        """Return the number of spans by result."""
         return {"exported": self.exported, "failed": self.failed, "dropped": self.dropped}
 
     def report(self) -> None:
-        """Log when spans begin to be lost, and when they no longer are; called now and then."""
+        """Log when spans start or stop being lost. Call it periodically."""
         before, self._reported = self._reported, (self.exported, self.failed + self.dropped)
         exported, lost = (now - then for now, then in zip(self._reported, before, strict=True))
         if lost and not self._failing:
             self._failing = True
             _log.warning(
-                "spans are lost; homing_spans_total counts them",
+                "spans are being lost; homing_spans_total counts them",
                 **self.totals(),
                 last=self._problem.text,
             )
@@ -134,7 +138,7 @@ class SpanExport(SpanProcessor):
             self._failing = False
             _log.info("spans are exported again", **self.totals())
 
-    # What follows is the thread's.
+    # The methods below run in the thread.
 
     def _run(self) -> None:
         while not self._closing:
@@ -146,7 +150,7 @@ class SpanExport(SpanProcessor):
 
     def _empty(self) -> None:
         while self._queue and not self._abandoned:
-            # Nobody else takes from it.
+            # Only this thread takes spans from the queue.
             spans = min(len(self._queue), self._batch_spans_max)
             batch = [self._queue.popleft() for _ in range(spans)]
             if self._taken(batch):
@@ -163,7 +167,7 @@ class SpanExport(SpanProcessor):
 
 
 class _LastProblem(logging.Handler):
-    """Keeps the last thing that an exporter logged, without a text of the collector or an address."""
+    """A handler that keeps an exporter's last message, without text of the collector or addresses."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -175,6 +179,6 @@ class _LastProblem(logging.Handler):
             each.name if isinstance(each, Enum) else each if isinstance(each, int | float) else "…"
             for each in told
         )
-        # What was put together before it was logged has no arguments, and may quote.
+        # A message that was formatted before it was logged has no arguments and may quote data.
         if isinstance(record.msg, str) and shown:
             self.text = record.msg % shown

@@ -1,12 +1,12 @@
-"""A span for each request that is sampled: where it went, why, and how it ended.
+"""Create a span for each sampled request: its destination, the reasons, and its end.
 
-The span begins with the request headers and ends with the response. Its parent is what the request
-says in `traceparent`; the request goes on with a `traceparent` that names our span, so that the
-model server's is its child. Where a request is not sampled it goes on with that said, so that the
-model server does not sample it either. `tracestate` passes as it came and is not read.
+The span lasts from the request headers to the end of the response. Its parent is the request's
+`traceparent`. The request continues with a `traceparent` of this span, so that the model server's
+span is its child. A request that is not sampled continues with a header that says so, and the model
+server does not sample it either. `tracestate` is passed on unchanged and not read.
 
-Of what a client sends an attribute holds the name of the model alone, cut; no other header, no
-prompt, no name of a file.
+The only data from clients in attributes is the model's name, shortened. Prompts, other headers and
+names of files are never included.
 """
 
 import time
@@ -44,29 +44,31 @@ SERVICE: Final = "homing-epp"
 PARENT_HEADER: Final = "traceparent"
 STATE_HEADER: Final = "tracestate"
 PARENT_CHARACTERS_MAX: Final = 256
-"""Of a `traceparent`, which has 55 today and may have more in a later version."""
+"""Maximum length of a `traceparent`, which has 55 characters today."""
 TEXT_CHARACTERS_MAX: Final = 128
 DRAWN_AHEAD: Final = 64
-"""Traces without a parent that are drawn at once: one by one each would find the sampler cold, which
-takes three times as long."""
+"""Number of trace ids without parent that are generated together.
+
+Single ones take three times as long, because the sampler's data is no longer in the processor's
+cache."""
 _NS: Final = 1_000_000_000
 _CONTEXT: Final = TraceContextTextMapPropagator()
 _NO_CONTEXT: Final = Context()
 
 
 class UnsampledTrace(Struct, gc=False):
-    """Of one exchange, of which nothing is told but that nothing is."""
+    """The trace of an exchange that is not sampled."""
 
     own_header: tuple[str, str]
     remove_headers: tuple[str, ...] = ()
 
 
 class RequestTrace(Struct):
-    """The span of one exchange, with what its gateway is to set and remove."""
+    """The span of one exchange, with headers for the gateway to set and remove."""
 
     span: Span
     origin_ns: int
-    """Wall clock at which the monotonic clock was 0, so that no change of it tears a span."""
+    """Unix time in ns when the monotonic clock was 0, so that clock changes do not affect a span."""
     decided_at_s: Seconds
     own_header: tuple[str, str]
     remove_headers: tuple[str, ...] = ()
@@ -76,17 +78,17 @@ class RequestTrace(Struct):
 
     @property
     def trace_id(self) -> str:
-        """In hexadecimal."""
+        """Trace id in hexadecimal."""
         return f"{self.span.get_span_context().trace_id:032x}"
 
 
 class _Ids(IdGenerator):
-    """Random ones; the id of a trace is drawn before the span is made, if it is made at all."""
+    """A generator of random ids; the trace id is chosen before the span is created."""
 
     def __init__(self) -> None:
         self._random = RandomIdGenerator()
         self.next_trace_id = 0
-        """The one that the next span without a parent has."""
+        """Trace id of the next span without parent."""
 
     def draw_trace_id(self) -> int:
         return self._random.generate_trace_id()
@@ -99,13 +101,13 @@ class _Ids(IdGenerator):
 
 
 class Tracer:
-    """Begins and ends spans. Knows time; raises nothing that is not a defect."""
+    """A factory of spans."""
 
     def __init__(self, export: SpanExport, *, instance: str, namespace: str) -> None:
-        """`instance` and `namespace` of our own pod; "" leaves them out.
+        """`instance` and `namespace` describe the picker's pod; "" omits them.
 
         `OTEL_SERVICE_NAME`, `OTEL_RESOURCE_ATTRIBUTES`, `OTEL_TRACES_SAMPLER` and the limits of
-        spans are obeyed. Raises `OtelVariableError`.
+        spans are respected. Raises `OtelVariableError`.
         """
         self.export: Final = export
         self._ids = _Ids()
@@ -119,7 +121,7 @@ class Tracer:
         if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": SERVICE}))
         try:
-            # The picker closes what it opened, in its own order.
+            # The picker closes its components itself, in its own order.
             provider = TracerProvider(
                 resource=resource, shutdown_on_exit=False, id_generator=self._ids
             )
@@ -129,10 +131,10 @@ class Tracer:
         self._sampler = provider.sampler
         self._tracer = provider.get_tracer("homing", __version__)
         self._ahead: list[tuple[int, tuple[str, str] | None]] = []
-        """Ids of traces without a parent, and what `_unsampled` says of each."""
+        """Ids of traces without parent, with the result of `_unsampled`."""
 
     def begin(self, exchange: Exchange, now: Seconds) -> RequestTrace | UnsampledTrace:
-        """The trace of `exchange`, about which something was decided just `now`."""
+        """Return the trace of `exchange`, which was decided or refused at `now`."""
         headers = exchange.headers
         said = headers.get(PARENT_HEADER, "")
         parent = _NO_CONTEXT
@@ -148,7 +150,7 @@ class Tracer:
             trace_id, unsampled = self._ahead.pop()
             self._ids.next_trace_id = trace_id
             if STATE_HEADER in headers:
-                # As the specification has it: state without a parent that can be read is void.
+                # The specification requires that state without a readable parent is discarded.
                 remove_headers = (STATE_HEADER,)
         if unsampled is not None:
             return UnsampledTrace(unsampled, remove_headers)
@@ -164,15 +166,16 @@ class Tracer:
         return RequestTrace(span, origin_ns, now, told, remove_headers)
 
     def _draw_ahead(self) -> None:
-        """Whether a trace without a parent is sampled depends on its id alone."""
+        """Generate ids in advance; sampling without parent depends only on the id."""
         for _ in range(DRAWN_AHEAD):
             trace_id = self._ids.draw_trace_id()
             self._ahead.append((trace_id, self._unsampled(_NO_CONTEXT, trace_id)))
 
     def _unsampled(self, parent: Context, trace_id: int) -> tuple[str, str] | None:
-        """The header that says so; None: it is sampled.
+        """Return the header that marks the trace as unsampled, or None if it is sampled.
 
-        Asked before a span is made, most requests in vain: to make one takes three times as long.
+        It is called before a span is created, because most requests are not sampled and creating a
+        span takes three times as long.
         """
         sampling = self._sampler.should_sample(parent, trace_id, SPAN, SpanKind.SERVER)
         if sampling.decision is not Sampling.DROP:
@@ -182,9 +185,9 @@ class Tracer:
     def end(
         self, exchange: Exchange, now: Seconds, attributes: Mapping[str, Any], error: str
     ) -> bool:
-        """`attributes`: how it ended; `error` says why, "" if it is none of ours.
+        """End the span of `exchange`. Return True if it was sampled and queued.
 
-        Whether the span is on its way: it was sampled, and there was room.
+        `attributes` describe the end. `error` is the reason of a failure, or "".
         """
         trace = exchange.trace
         if not isinstance(trace, RequestTrace):
@@ -217,10 +220,10 @@ class Tracer:
 
 
 class TracedObservation(Observation):
-    """Tells a tracer besides. Only where tracing is on: without it no request pays for the question."""
+    """An observation that also creates spans; it is used only if tracing is enabled."""
 
     def __init__(self, tracer: Tracer, *told: Any, **more: Any) -> None:
-        """`told` and `more` are those of `Observation`."""
+        """`told` and `more` are the arguments of `Observation`."""
         super().__init__(*told, **more)
         self._tracer = tracer
 
@@ -248,7 +251,7 @@ class TracedObservation(Observation):
     @contained
     def trace_refused(self, exchange: Exchange, refusal: Refusal) -> None:
         now = time.monotonic()
-        # A request that was routed can still be refused: what follows it is too long.
+        # A routed request can still be refused if the rest of it is too long.
         exchange.trace = exchange.trace or self._tracer.begin(exchange, now)
         attributes = {
             "homing.refusal": refusal.reason.value,
@@ -260,7 +263,7 @@ class TracedObservation(Observation):
 
     @contained
     def trace_failed(self, exchange: Exchange, failure: StreamFailure) -> None:
-        # What was routed also completes.
+        # A routed request also completes.
         if exchange.decision is None and exchange.trace is None:
             now = time.monotonic()
             exchange.trace = self._tracer.begin(exchange, now)
@@ -276,9 +279,9 @@ class TracedObservation(Observation):
             self._exemplify(exchange, trace, now)
 
     def _exemplify(self, exchange: Exchange, trace: RequestTrace, now: Seconds) -> None:
-        """Let the histograms that counted the request name its trace."""
+        """Attach the trace to the histograms that counted the request."""
         decision = exchange.decision
-        assert decision is not None, "what completes was decided"
+        assert decision is not None, "a completed request was decided"
         times = exchange.response_started_at_s, exchange.first_output_at_s
         headers_s, ttft_s = (
             None if at_s is None else at_s - exchange.started_at_s for at_s in times
@@ -295,7 +298,7 @@ class TracedObservation(Observation):
 
 
 def _told(trace_id: int, span_id: int, flags: int) -> tuple[str, str]:
-    """The header that names our span, by the W3C's Trace Context, version 00."""
+    """Return the header that names this span (W3C Trace Context, version 00)."""
     return PARENT_HEADER, f"00-{trace_id:032x}-{span_id:016x}-{flags:02x}"
 
 
@@ -328,7 +331,7 @@ def _destination(account: Account) -> dict[str, Any]:
 
 
 def _reasons(leg: Leg) -> dict[str, Any]:
-    """Why there and not elsewhere."""
+    """Return the reasons for the choice."""
     found: dict[str, Any] = {
         "homing.ready": leg.ready,
         "homing.candidates": len(leg.candidates),

@@ -35,7 +35,7 @@ def test_files_of_another_version_or_none_are_told(tmp_path):
     """In a sentence, with what was expected."""
     with pytest.raises(HistoryError, match="cannot be read: No such file"):
         list(read_past(tmp_path / "none", 0.0, 1.0))
-    with pytest.raises(HistoryError, match="expected what `epp serve --decisions-dir` wrote"):
+    with pytest.raises(HistoryError, match="expected files of `epp serve --decisions-dir`"):
         list(read_past(tmp_path, 0.0, 1.0))
     path = tmp_path / "decisions-20260101T000000-0000000a-000000.bin.gz"
     head = Head(origin="a", picker="", began_s=0.0)
@@ -79,5 +79,5 @@ def test_a_moment_is_read_as_operators_write_it(text, moment):
 @pytest.mark.parametrize("text", ["", "yesterday", "25:00", "2026-13-01", "5"])
 def test_what_is_no_moment_is_refused(text):
     """In a sentence."""
-    with pytest.raises(HistoryError, match="is no moment such as 02:10"):
+    with pytest.raises(HistoryError, match="is not a time such as 02:10"):
         moment_of(text, 1.7e9)

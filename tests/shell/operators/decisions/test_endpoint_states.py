@@ -49,7 +49,7 @@ def test_a_state_begins_when_it_is_first_seen(watched):
     watched.found = {1: outlier(Cause.SLOW, slowness=3.4)}
     slow = watched.look()["pod-1"]
     assert (slow.state, slow.since_s) == ("slow", 1_002.0)
-    assert slow.reason == "requests take 3.4 times what they take at the median of the pool"
+    assert slow.reason == "requests take 3.4 times the median of the pool"
     watched.found = {1: outlier(Cause.SLOW, slowness=5.0)}
     still = watched.look()["pod-1"]
     assert still.since_s == 1_002.0
@@ -71,7 +71,7 @@ def test_what_keeps_it_from_being_ready_counts_first(watched):
         watched.scheduler.take(ScrapeFailed(slot=2, answered=False), 0.0)
     found = watched.look()["pod-2"]
     assert found.state == "unreachable"
-    assert found.reason == ("its scrapes get no connection or no answer: refused, nobody is there")
+    assert found.reason == ("scrapes fail to connect or get no answer: refused, nobody is there")
 
 
 def test_who_leaves_is_forgotten_and_who_is_not_known_is_ready(watched):
@@ -95,10 +95,10 @@ def test_a_full_endpoint_is_shown_as_full_unless_it_is_ejected_or_not_ready(watc
     watched.scheduler.full.refused(1, 10.0, 5.0, 10.0)
     full = watched.look()["pod-1"]
     assert (full.state, full.since_s) == ("full", 1_001.0)
-    assert full.reason == "it refused requests for want of room, and gets none for some seconds"
+    assert full.reason == "it refused requests because it is full, and gets none for some seconds"
     watched.scheduler.full.refused(1, 10.1, 0.0, 10.4)
     single = watched.look()["pod-1"]
-    assert single.reason == "it refused requests for want of room, and gets single ones"
+    assert single.reason == "it refused requests because it is full, and gets single ones as a test"
     assert single.since_s == 1_001.0
     watched.found = {1: outlier(Cause.SLOW, slowness=3.4)}
     assert watched.look()["pod-1"].state == "full"

@@ -98,12 +98,12 @@ async def test_a_decision_is_told_in_words():
     request, went, verdict, *known, scored, predicted, ended = await told.lines()
     assert request.startswith("request r-7 (model llama, priority 0), 2023-11-14T")
     assert request.endswith("14 s ago, decision 2, configuration generation 3")
-    assert went == f"  went to {chosen} at {decision.endpoint.address}"
+    assert went == f"  routed to {chosen} at {decision.endpoint.address}"
     # Cold for this model: the load alone decides, and all are idle.
     assert "prefix-cache-scorer 0 (0 of 9 blocks)" in verdict
     assert len(known) == 2
     assert known[0] == (
-        f"  {chosen} then: 0 waiting, 0 running, KV cache 50%, 0 in flight from here, "
+        f"  {chosen} at that time: 0 waiting, 0 running, KV cache 50%, 0 in flight from this picker, "
         "0 tokens to prefill, metrics 0.25 s old"
     )
     assert scored == "  3 of 3 ready endpoints were scored"
@@ -119,9 +119,9 @@ async def test_the_verdict_names_what_decided():
     assert again == first
     verdict = (await told.lines())[2]
     assert verdict.startswith(
-        f"  {first}: 7, of it prefix-cache-scorer 3 (9 of 9 blocks), queue-scorer 4; runner-up pod-"
+        f"  {first}: 7, including prefix-cache-scorer 3 (9 of 9 blocks), queue-scorer 4; runner-up pod-"
     )
-    assert verdict.endswith(": 4, of it queue-scorer 4; prefix-cache-scorer decided")
+    assert verdict.endswith(": 4, including queue-scorer 4; prefix-cache-scorer decided")
     told.decide(prompts=(b"short",), prompt_tokens=2)
     assert (await told.lines())[2].endswith("; a tie, which the picker broke")
 
@@ -133,12 +133,12 @@ async def test_a_cost_is_told_by_its_parts():
     decision = told.decide()
     name, other = decision.endpoint.name, 1 - int(decision.endpoint.name[-1])
     verdict, cost = (await told.lines())[2:4]
-    assert verdict.startswith(f"  {name}: 1, of it added-time 1; runner-up pod-{other}: 0")
+    assert verdict.startswith(f"  {name}: 1, including added-time 1; runner-up pod-{other}: 0")
     assert cost.startswith(f"  added-time of {name}: ")
     first, second, decided = cost.split("; ")
     assert "prefill 0.0" not in first, "all of the prompt is there"
     assert second.startswith(f"of runner-up pod-{other}: 0.1")
-    assert " s, of it evictions 0.07" in second
+    assert " s, including evictions 0.07" in second
     assert "prefill 0.03" in second
     assert decided == "evictions decided"
 
@@ -157,7 +157,7 @@ async def test_the_cost_of_an_adapter_is_among_its_parts():
     assert decision.endpoint.name == "pod-1"
     cost = (await told.lines())[3]
     assert cost.startswith("  added-time of pod-1: ")
-    assert "; of runner-up pod-2: " in cost
+    assert "; for runner-up pod-2: " in cost
     assert "adapter 0.75" in cost, "the median of nothing and of a wait of 1.5 s"
     (row,) = await told.recent.rows(1, Wanted())
     chosen, second = (one["total"] for one in row["costs"][0]["endpoints"])
@@ -207,7 +207,7 @@ async def test_the_first_token_is_told_as_expected_and_as_it_came():
     told.recent.completed(
         exchange_of(decision, first_output_at_s=100.5), Outcome(status=200), 102.0
     )
-    assert f"{expected}, it came after 0.5 s" in await told.lines()
+    assert f"{expected}, observed after 0.5 s" in await told.lines()
 
 
 async def test_a_cost_that_cannot_be_told_hides_nothing_else(monkeypatch):
@@ -220,9 +220,9 @@ async def test_a_cost_that_cannot_be_told_hides_nothing_else(monkeypatch):
     told = Told(WeightedScorer("added-time", AddedTime(), 1.0))
     told.decide()
     lines = await told.lines()
-    assert "  added-time could not say what its cost was made of: KeyError" in lines
+    assert "  added-time could not list the parts of its cost: KeyError" in lines
     assert "secret" not in "".join(lines)
-    assert lines[-1] == "  no end was seen yet"
+    assert lines[-1] == "  no end is recorded yet"
 
 
 async def test_a_request_that_went_elsewhere_is_found():
@@ -235,11 +235,11 @@ async def test_a_request_that_went_elsewhere_is_found():
     told.scheduler.take(ServedBy(decision.lease, other.address), 1.0)
     told.recent.served(exchange_of(decision, served=other.address))
     assert (await told.lines())[-1] == (
-        f"  the gateway went to {other.address} instead; no end was seen yet"
+        f"  the gateway used {other.address} instead; no end is recorded yet"
     )
     told.recent.completed(exchange_of(decision), Outcome(status=503, by_gateway=True), 101.0)
     assert (await told.lines())[-1] == (
-        f"  the gateway went to {other.address} instead; "
+        f"  the gateway used {other.address} instead; "
         "ended: 503 by the gateway itself, complete after 1 s"
     )
 
@@ -275,7 +275,7 @@ async def test_what_clients_write_cannot_steer_a_terminal(hostile):
             ),
         ),
         ("agreed", "  the shadow profile agreed"),
-        ("failed", "  the shadow profile has no say: failed"),
+        ("failed", "  the shadow profile made no choice: failed"),
     ],
 )
 async def test_a_shadow_profile_is_told_of(verdict, line):
@@ -323,7 +323,7 @@ async def test_why_not_tells_by_how_much_it_was_behind():
     assert row["costs"][0]["endpoints"][0]["total"] == pytest.approx(chosen_s, abs=1e-3)
     between = row["costs"][0]["endpoints"][1]["total"]
     assert chosen_s < between < cost_s
-    assert "of the others: pod-2 " in explanation(row)
+    assert "other candidates: pod-2 " in explanation(row)
 
 
 async def test_why_not_names_the_filter_that_dropped_it():
@@ -360,7 +360,10 @@ async def test_why_not_tells_of_who_was_not_ready_and_of_who_was_not_allowed():
     )
     assert await asked.why_not("pod-9") == "it was not in the pool then"
     told.recent.refused(REFUSAL, make_request())
-    assert await asked.why_not("pod-2") == "nobody was chosen; nothing spoke against it"
+    assert (
+        await asked.why_not("pod-2")
+        == "no endpoint was chosen, and no problem of this one is known"
+    )
 
 
 async def test_candidates_that_were_slow_are_marked():

@@ -73,7 +73,7 @@ def test_who_is_ejected_stays_told_until_it_is_back():
         PoolReplaced([endpoint(number, incarnation="2") for number in range(3)]), Rig.now
     )
     (line,) = rig.lines()
-    assert line["event"] == "endpoint is no outlier any more"
+    assert line["event"] == "endpoint is no longer an outlier"
 
 
 def test_one_that_left_is_not_told_of():
@@ -109,4 +109,4 @@ def test_one_that_fails_and_recovers_all_the_time_is_a_line_a_minute():
     rig.lines()
     rig.answer(1, 200)
     (line,) = rig.lines()
-    assert line["event"] == "endpoint is no outlier any more"
+    assert line["event"] == "endpoint is no longer an outlier"

@@ -80,7 +80,7 @@ async def test_a_token_that_changes_counts_at_once(file):
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b"", "has no token, expected one line"),
+        (b"", "has no valid token, expected one line"),
         (b" \n", "has no token"),
         (b"two words", "has no token"),
         (b"two\nlines", "has no token"),

@@ -228,7 +228,7 @@ async def test_why_a_request_went_where_it_went_is_told(picker):
     assert both["decisions"][1]["costs"] == []
     status, _, text = await picker.page("/debug/explain?request_id=none%1b")
     assert status == 404
-    assert text.startswith("no request none? was decided or refused here since 20")
+    assert text.startswith("no request none? was decided or refused by this picker since 20")
     status, _, body = await picker.page("/debug/explain?request_id=x&format=json")
     assert status == 404
     assert json.loads(body)["kept_since"]
@@ -238,7 +238,7 @@ async def test_why_a_request_went_where_it_went_is_told(picker):
 async def test_a_request_must_be_named_to_be_explained(picker, query):
     """400 and what was expected."""
     status, _, text = await picker.page(f"/debug/explain?{query}")
-    expected = "expected ?request_id= and nothing else but endpoint and format\n"
+    expected = "expected ?request_id=, optionally with endpoint and format\n"
     assert (status, text) == (400, expected)
 
 
@@ -457,10 +457,10 @@ async def test_endpoints_say_why_and_since_when(picker):
         if row["name"] == bad.name
     )
     assert row["state"] == "unreachable"
-    assert row["reason"] == "its scrapes get no connection or no answer: timeout, no answer"
+    assert row["reason"] == "scrapes fail to connect or get no answer: timeout, no answer"
     assert before - 1 <= datetime.fromisoformat(row["since"]).timestamp() <= time.time()
     _, _, text = await picker.page("/debug/endpoints")
-    assert "its scrapes get no connection or no answer" in text
+    assert "scrapes fail to connect or get no answer" in text
 
 
 async def test_it_is_told_why_not_another(picker):

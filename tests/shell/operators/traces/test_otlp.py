@@ -125,7 +125,7 @@ async def test_a_collector_that_is_down_is_told_of_once(protocol, environment):
                 export.report()
     assert lines[-1]["event"] in {
         "spans are exported again",
-        "spans are lost; homing_spans_total counts them",
+        "spans are being lost; homing_spans_total counts them",
     }
     assert len(lines) <= 3
 

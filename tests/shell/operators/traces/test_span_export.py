@@ -82,7 +82,7 @@ async def test_a_collector_that_hangs_costs_spans_and_nothing_else(lines):
         for _ in range(3):
             export.report()
         assert [line["event"] for line in lines] == [
-            "spans are lost; homing_spans_total counts them"
+            "spans are being lost; homing_spans_total counts them"
         ]
         exporter.may_go_on.set()
         await until(lambda: export.exported == 12, "what was queued")

@@ -22,8 +22,9 @@ PORT_FORWARD: Final = "kubectl port-forward deploy/homing 9090"
 
 
 class NoAnswerError(Exception):
-    """The picker did not answer, or its answer was not the expected one. The message is one
-    sentence.
+    """The picker did not answer, or its answer was not the expected one.
+
+    The message is one sentence.
     """
 
 

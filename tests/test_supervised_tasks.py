@@ -155,7 +155,9 @@ async def test_a_task_that_ends_is_started_anew(name, tmp_path):
         write_endpoints(tmp_path, [pod.entry, other])
         replace(tmp_path / "config.yaml", QUEUE_FIRST)
         await until(lambda: running.logged("endpoints replaced"), "the endpoints to be taken")
-        await until(lambda: running.logged("configuration replaced"), "the configuration to be taken")
+        await until(
+            lambda: running.logged("configuration replaced"), "the configuration to be taken"
+        )
         pages = len(pod.paths)
         await until(lambda: len(pod.paths) > pages, "the next page")
         assert len(running.logged(EVENT)) == 2, "no other task has ended"

@@ -26,10 +26,14 @@ async def test_an_edit_counts_within_seconds_and_a_broken_one_is_named(node, tmp
         config = yaml.safe_load(text)
         config["schedulingProfiles"][0]["plugins"][0]["weight"] = 2
         put(yaml.safe_dump(config))
-        await space.until(lambda: told("configuration replaced"), 20, "the new weight to be in force")
+        await space.until(
+            lambda: told("configuration replaced"), 20, "the new weight to be in force"
+        )
         put(text + "\nnonsense: true\n")
         await space.until(
-            lambda: told("configuration rejected, the last valid one stays in force"), 20, "the refusal"
+            lambda: told("configuration rejected, the last valid one stays in force"),
+            20,
+            "the refusal",
         )
         (refusal,) = told("configuration rejected, the last valid one stays in force")
         print(refusal, told("configuration replaced"))

@@ -95,7 +95,8 @@ class MetricNames(Struct, frozen=True, kw_only=True):
     cache_queried: tuple[Selector, ...] = ()
     """Counter of prompt tokens that were looked up in the prefix cache."""
     cache_hit: tuple[Selector, ...] = ()
-    """Counter of those tokens that were found in any tier; a label may contain the tier."""
+    """Counter of prompt tokens that the prefix cache contained in any tier; a label may name the
+    tier."""
     ttft: bytes = b""
     """A histogram or summary of seconds to the first token; its sum and count are read."""
     first_outputs: tuple[Selector, ...] = ()

@@ -103,7 +103,7 @@ class Capture:
         limits: CaptureLimits,
         close_s_max: Seconds = CLOSE_S_MAX,
     ) -> None:
-        """If `salt` is None, a random one is used until the process ends."""
+        """A random salt is used until the process ends if `salt` is None."""
         self._close_s_max = close_s_max
         salted = Salt(secrets.token_bytes(32) if salt is None else salt)
         started = datetime.now(UTC)

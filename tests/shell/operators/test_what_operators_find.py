@@ -105,7 +105,7 @@ async def test_a_weight_that_is_wrong_explains_itself():
     assert f"{name}: 100, including prefix-cache-scorer 100 (9 of 9 blocks); runner-up" in text
     assert ": 1, including queue-scorer 1; prefix-cache-scorer decided" in text
     assert f"{name} at that time: 90 waiting, 64 running, KV cache 98%" in text
-    assert "then: 0 waiting, 0 running" in text
+    assert "at that time: 0 waiting, 0 running" in text
 
 
 async def test_a_misrouted_request_is_marked_where_one_looks():

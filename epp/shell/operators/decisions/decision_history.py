@@ -63,7 +63,9 @@ _SETTINGS_MAX: Final = 64
 """Maximum number of remembered states and settings, as in memory; each file starts with them."""
 
 _REMEMBERED_BYTES_MAX: Final = 2**20
-"""Maximum size of each of them in bytes; half of a large pool may change every second."""
+"""Maximum size in bytes of the remembered states, and of the settings.
+
+Half of a large pool may change every second."""
 
 _log = structlog.get_logger(__name__)
 

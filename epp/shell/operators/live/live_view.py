@@ -76,9 +76,11 @@ class LiveEndpoint(Struct, frozen=True, kw_only=True):
     predicted_hits: float | None
     """Share of prompt tokens that were estimated as cached there, from 0 to 1."""
     compared_hits: float | None
-    """Same share for requests whose response reported cached tokens; compare with `actual_hits`."""
+    """Value of `predicted_hits` for the requests whose response reported cached tokens.
+
+    Compare it with `actual_hits`."""
     actual_hits: float | None
-    """Share of their prompt tokens that were cached."""
+    """Share of prompt tokens that were cached, for the requests whose response reported them."""
     engine_ttft_s: Seconds | None = None
     """Mean time to first token of the last minute, measured by the engine."""
     kv_events: str | None = None

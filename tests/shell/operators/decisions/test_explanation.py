@@ -134,10 +134,10 @@ async def test_a_cost_is_told_by_its_parts():
     name, other = decision.endpoint.name, 1 - int(decision.endpoint.name[-1])
     verdict, cost = (await told.lines())[2:4]
     assert verdict.startswith(f"  {name}: 1, including added-time 1; runner-up pod-{other}: 0")
-    assert cost.startswith(f"  added-time of {name}: ")
+    assert cost.startswith(f"  cost by added-time for {name}: ")
     first, second, decided = cost.split("; ")
     assert "prefill 0.0" not in first, "all of the prompt is there"
-    assert second.startswith(f"of runner-up pod-{other}: 0.1")
+    assert second.startswith(f"for runner-up pod-{other}: 0.1")
     assert " s, including evictions 0.07" in second
     assert "prefill 0.03" in second
     assert decided == "evictions decided"
@@ -156,7 +156,7 @@ async def test_the_cost_of_an_adapter_is_among_its_parts():
     decision = told.decide(model="a")
     assert decision.endpoint.name == "pod-1"
     cost = (await told.lines())[3]
-    assert cost.startswith("  added-time of pod-1: ")
+    assert cost.startswith("  cost by added-time for pod-1: ")
     assert "; for runner-up pod-2: " in cost
     assert "adapter 0.75" in cost, "the median of nothing and of a wait of 1.5 s"
     (row,) = await told.recent.rows(1, Wanted())

@@ -98,7 +98,7 @@ def test_all_memory_is_taken_at_once():
 @pytest.mark.parametrize("size_bytes", [0, 12, 18, 2**32])
 def test_a_size_that_words_do_not_fill_is_refused(size_bytes):
     """The sentence says what is possible."""
-    with pytest.raises(ValueError, match=f"multiple of 4 bytes .* is asked for {size_bytes}"):
+    with pytest.raises(ValueError, match=f"multiple of 4 bytes .* got {size_bytes}"):
         RecordRing(size_bytes)
 
 

@@ -203,9 +203,9 @@ class ServeFlags(Struct, frozen=True, kw_only=True):
         Meta(ge=1, le=1000),
         Row(
             ENDPOINTS,
-            "number of pickers that serve these endpoints at the same time; unless they share "
-            "state, each routes prompts that it knows little about to the endpoint all of them "
-            "would choose (`agreement` of prefix-cache-scorer)",
+            "number of pickers that serve these endpoints at the same time; without shared state "
+            "they use it to agree on endpoints for unknown prompts (`agreement` of "
+            "prefix-cache-scorer)",
             chart="replicas",
         ),
     ] = 1

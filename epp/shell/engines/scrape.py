@@ -32,7 +32,9 @@ INTERVAL_S_PER_ENDPOINT: Final = REFRESH_PER_ENDPOINT_S
 JITTER: Final = 0.1
 BACKOFF_S_MAX: Final = 1.0
 CLOCK_S: Final = 0.001
-"""Resolution of the loop's clock in seconds; waiting for less repeats a third of all work."""
+"""Resolution of the loop's clock in seconds; waiting for less would poll it repeatedly.
+
+Without it a third of all work was polling."""
 TOGETHER: Final = 8
 """Number of endpoints that are scraped at the same time if their intervals allow.
 

@@ -106,7 +106,7 @@ class Statistics:
 
     def __init__(self) -> None:
         self.lists = 0
-        """Begun."""
+        """Number of lists that were started."""
         self.watches = 0
         self.repairs = 0
         """Number of objects for which the periodic list differed from the watch."""

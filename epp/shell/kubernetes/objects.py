@@ -151,7 +151,7 @@ class Pod(Struct, frozen=True, kw_only=True):
 
     uid: str
     name: str
-    """"namespace/name"."""
+    """Name of the pod in the form "namespace/name"."""
     host: str
     """IP address; IPv6 is in brackets."""
     labels: Mapping[str, str]

@@ -59,7 +59,7 @@ _LINGER_S: Final[Seconds] = 0.2
 _LINGER_POLL_S: Final[Seconds] = 0.005
 
 _HELLO: Final = struct.Struct(f"<{ORIGIN_BYTES}sd")
-"""Layout of a hello: origin, and seconds since the sender was warm, or 0 if it is not."""
+"""Layout of a hello: origin, and seconds for which the sender has been warm, or 0 if it is not."""
 _COMPLAINTS: Final = {
     Problem.VERSION: "a peer address answers with another version or is not a replica",
     Problem.SECRET: (
@@ -301,7 +301,7 @@ class Mesh:
                 self._leave(guest)
 
     def hello(self, now: Seconds) -> bytes:
-        """Return a hello with the own origin and the seconds since this process is warm."""
+        """Return a hello with this process's origin and the seconds for which it has been warm."""
         warm_s = 0.0 if self.warm_since_s is None else max(now - self.warm_since_s, 1e-3)
         return _HELLO.pack(self._origin, warm_s)
 

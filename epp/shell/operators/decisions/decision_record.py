@@ -137,7 +137,7 @@ class Scores(Struct, frozen=True, gc=False, array_like=True):
 
     picked: int
     slot: bytes
-    """int64[n]"""
+    """Slots of the candidates, as int64[n]."""
     scores: bytes
     """Scores as float64[scorers, n]."""
     dropped: dict[str, bytes]

@@ -1,29 +1,34 @@
-"""Decides. No I/O, no clock, no dice of its own: it is told `now`, and its generators are seeded.
+"""The deciding half of the picker, without I/O, clock or unseeded randomness.
 
-The life of one request, a row a step:
+The caller passes the time as `now`, and every random generator has a seed. The table lists the
+steps of one request:
 
 | step                         | function                                      | module                                             |
 | ---------------------------- | --------------------------------------------- | -------------------------------------------------- |
 | protobuf message to event    | `Decoder.decode`                              | `shell/gateway/wire`                               |
 | phases, buffering, limits    | `Session.receive`                             | `core/protocol/session`                            |
-| what would decoding cost     | `admit`                                       | `core/prompt/outline`                              |
+| limit the cost of decoding   | `admit`                                       | `core/prompt/outline`                              |
 | bytes to request             | `parse_request`                               | `core/prompt/parse`                                |
-| does it have to wait         | `Resolver.begin`, `Session.resolved`          | `core/protocol/waiting`, `core/protocol/session`   |
-| who may serve, is there room | `EndpointPool.ready`, `saturation`            | `core/knowledge/pool`, `core/knowledge/saturation` |
+| wait for tokens or a slot    | `Resolver.begin`, `Session.resolved`          | `core/protocol/waiting`, `core/protocol/session`   |
+| ready endpoints, saturation  | `EndpointPool.ready`, `saturation`            | `core/knowledge/pool`, `core/knowledge/saturation` |
 | prompt to chained hashes     | `InferenceRequest.chains_of`                  | `core/prompt/blocks`                               |
-| who holds the prefix         | `AffinityIndex.match`                         | `core/knowledge/prefix`, `core/knowledge/affinity` |
-| who is left                  | `SchedulingProfile.filter`                    | `core/decision/profile`, `plugins/filters`         |
-| how good is each             | `SchedulingProfile.score`                     | `core/decision/profile`, `plugins/scorers`         |
-| which one                    | `Picker.pick`                                 | `plugins/pickers`                                  |
-| remember it                  | `AffinityIndex.record`, `InflightLedger.open` | `core/knowledge/prefix`, `core/knowledge/inflight` |
+| match the cached prefix      | `AffinityIndex.match`                         | `core/knowledge/prefix`, `core/knowledge/affinity` |
+| filter the candidates        | `SchedulingProfile.filter`                    | `core/decision/profile`, `plugins/filters`         |
+| score the candidates         | `SchedulingProfile.score`                     | `core/decision/profile`, `plugins/scorers`         |
+| pick one                     | `Picker.pick`                                 | `plugins/pickers`                                  |
+| record the decision          | `AffinityIndex.record`, `InflightLedger.open` | `core/knowledge/prefix`, `core/knowledge/inflight` |
 | answer to protobuf           | `encode`                                      | `shell/gateway/codec`                              |
-| why, for whoever asks        | `Decision.account`                            | `core/decision/account`                            |
+| explain the decision         | `Decision.account`                            | `core/decision/account`                            |
 
-Four wings, each of which imports only those below it: `protocol` (one stream) over `decision` (one
-request to one endpoint) over `knowledge` (what is believed of each endpoint) over `prompt` (a body
-to a request and its chains), all over the nouns in `types`, `duration`, `parameters`, `moment`
-and `session_tokens`.
+The core has four layers. Each layer imports only the layers below it:
 
-`Scheduler.schedule` in `core/decision/scheduler` is the middle of that table in one function; what
-else happens to it is one of `core/decision/inputs`, given to `Scheduler.take`.
+- `protocol`: the phases of one ext_proc stream.
+- `decision`: the choice of one endpoint for one request.
+- `knowledge`: the state and the estimates of each endpoint.
+- `prompt`: the path from a request body to a parsed request and its hash chains.
+
+All layers use the basic types in `types`, `duration`, `parameters`, `moment` and `session_tokens`.
+
+`Scheduler.schedule` in `core/decision/scheduler` runs the middle of the table in one function.
+Every other event is one of `core/decision/inputs` and is passed to `Scheduler.take`.
 """

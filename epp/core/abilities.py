@@ -1,4 +1,6 @@
-"""What a plugin does besides its verb: declared with its class, never found out by looking at it."""
+"""Optional abilities of plugins. A class declares its abilities; the code never detects them by
+inspection.
+"""
 
 from enum import StrEnum
 
@@ -6,85 +8,103 @@ from msgspec import Struct
 
 
 class Origin(StrEnum):
-    """How an index comes to know what endpoints hold."""
+    """The source of an index's knowledge about what endpoints have cached."""
 
     TOLD = "told"
-    """The engines say so."""
+    """The engines report it."""
     DECIDED = "decided"
-    """Requests were sent there from here, or as peers tell from there."""
+    """The index assumes it from the decisions of this picker, and of peers that share theirs."""
     PEERS = "peers"
-    """Peers alone say so."""
+    """The index assumes it from the decisions of peers alone."""
 
 
 class Abilities(Struct, frozen=True, kw_only=True):
-    """What a plugin reads, learns, shares and costs; its class declares it as `abilities`.
+    """The things that a plugin reads, learns, shares and computes; its class declares them as
+    `abilities`.
 
-    One that says yes to anything has what the sentence names. Whatever is left out is not asked of it.
+    A plugin that declares an ability must have the members that the ability's text names. The
+    framework never uses an ability that is not declared.
     """
 
     differs: str = ""
-    """How it differs from what others call by its name, told to whoever loads it: a sentence."""
+    """One sentence about how the plugin differs from the reference plugin of the same name; it is
+    reported when the plugin is loaded.
+    """
 
-    # Of a filter, a scorer or a picker.
+    # Abilities of a filter, a scorer or a picker.
 
     reads: tuple[str, ...] | None = None
-    """Columns of the candidates and fields of the request, of `READABLE`; None: any. A scorer whose
-    reads are all of `KEPT_READS` is asked again only once one of them has changed."""
+    """Names of the candidate columns and request fields that the plugin reads, from `READABLE`;
+    None if it may read any. The framework computes a scorer's scores again only after a change in
+    what it reads, if all its reads are in `KEPT_READS`.
+    """
     reads_index: bool = False
-    """It has `producer_type` and `producer`: it is a `ReadsIndex`."""
+    """The plugin has `producer_type` and `producer`: it is a `ReadsIndex`."""
     configures_index: bool = False
-    """It has `producer_parameters`, those of the index, should it have to be made."""
+    """The plugin has `producer_parameters`, the parameters with which a missing index is made."""
     sheds_load: bool = False
-    """When this filter leaves nobody the client is told 429, come back; without it 503."""
+    """The client receives status 429 if this filter drops every candidate, instead of 503."""
     holds_requests: bool = False
-    """This filter is a `HoldsRequests`."""
+    """The filter is a `HoldsRequests`."""
     goes_by_sessions: bool = False
-    """It is a `GoesBySessions`."""
+    """The plugin is a `GoesBySessions`."""
     reads_session_tokens: bool = False
-    """It has `reads_tokens`, whether its parameters make the tokens of sessions decide."""
+    """The plugin has `reads_tokens`, which is true if its parameters make it use session tokens."""
     marks_responses: bool = False
-    """It is a `MarksResponses`."""
+    """The plugin is a `MarksResponses`."""
     marks_requests: bool = False
-    """It is a `MarksRequests`."""
+    """The plugin is a `MarksRequests`."""
     chooses_ranks: bool = False
-    """It is a `ChoosesRanks`: engines with several ranks behind one address are heard."""
+    """The plugin is a `ChoosesRanks`; with it, the picker subscribes to every rank of an engine
+    behind one address.
+    """
     tells_cost: bool = False
-    """It is a `TellsCost`."""
+    """The plugin is a `TellsCost`."""
     limits_metrics_age: bool = False
-    """It has `metrics_age_max_s`: metrics that are older mean nothing to it."""
+    """The plugin has `metrics_age_max_s`, the age above which it ignores metrics."""
     tells_prefill_speed: bool = False
-    """It has `peak_prefill_throughput`, in tokens a second, or None."""
+    """The plugin has `peak_prefill_throughput`, in tokens per second, or None."""
     reads_attribute: bool = False
-    """It has `attribute_key`, of the attribute of endpoints that it goes by."""
+    """The plugin has `attribute_key`, the key of the endpoint attribute that it reads."""
     brings_filter: bool = False
-    """This scorer has `filter`: the filter that comes with it into a profile, or None."""
+    """The scorer has `filter`, a filter that is added to the profile together with it, or None."""
     names_load_producer: bool = False
-    """It has `in_flight_load_producer_name`, of who counts load in flight; "" for whoever does."""
+    """The plugin has `in_flight_load_producer_name`, the name of the producer that counts load in
+    flight, or "" for the default.
+    """
     warns: bool = False
-    """It has `warnings`: what its parameters do less, or other, than they say; sentences without a place."""
+    """The plugin has `warnings`: sentences about parameters that have less effect than documented,
+    or another one.
+    """
     picks_several: bool = False
-    """This picker has a parameter `max_num_of_endpoints`."""
+    """The picker has a parameter `max_num_of_endpoints`."""
 
-    # Of the settings of an index.
+    # Abilities of the settings of an index.
 
     origin: Origin | None = None
-    """Set: it counts blocks of `block_tokens` tokens that endpoints hold. A request that is not
-    served teaches it nothing, and the first of each origin make up `matched_blocks`."""
+    """The source of the index's knowledge, or None if the index does not count cached blocks.
+
+    An index with an origin counts cached blocks of `block_tokens` tokens. It forgets a request that
+    was not served. The first index of each origin contributes to `matched_blocks`.
+    """
     counts_blocks: bool = False
-    """Its settings have `block_tokens`: it needs the hashes of blocks of so many tokens."""
+    """The settings have `block_tokens`; the index needs the hashes of blocks of that many tokens.
+    """
     names_sessions: bool = False
-    """Its settings have `session_in`, which says what a request names as its session, "" for nothing."""
+    """The settings have `session_in`, which returns the session that a request names, or "" if it
+    names none.
+    """
     shares: bool = False
-    """It is a `SharedIndex`."""
+    """The index is a `SharedIndex`."""
     counts_inflight: bool = False
-    """It is a `CountsInflight`."""
+    """The index is a `CountsInflight`."""
     corrected: bool = False
-    """It is a `CorrectedIndex`."""
+    """The index is a `CorrectedIndex`."""
     limits_memory: bool = False
-    """It is a `LimitsMemory`, and its settings have `memory_max_bytes`."""
+    """The index is a `LimitsMemory`, and its settings have `memory_max_bytes`."""
     measures: bool = False
-    """It is a `MeasuresItself`."""
+    """The index is a `MeasuresItself`."""
     hears_engines: bool = False
-    """It is a `HearsEngines`, and its settings have `kv_events_config`."""
+    """The index is a `HearsEngines`, and its settings have `kv_events_config`."""
     reads_token_ids: bool = False
-    """It looks up prompts by the ids of their tokens: requests wait until those are found out."""
+    """The index looks up prompts by token ids; requests wait until their token ids are known."""

@@ -2,15 +2,15 @@
 
 
 def host_of(address: str) -> str:
-    """Its host, without brackets."""
+    """Return the host of `address`, without brackets."""
     return address.rpartition(":")[0].strip("[]")
 
 
 def port_of(address: str) -> int:
-    """Its port. Raises `ValueError` where there is none."""
+    """Return the port of `address`. Raises `ValueError` if it has none."""
     return int(address.rpartition(":")[2])
 
 
 def address_of(host: str, port: int) -> str:
-    """As "ip:port", IPv6 in brackets."""
+    """Return "ip:port", with IPv6 addresses in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

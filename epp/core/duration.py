@@ -1,4 +1,4 @@
-"""Durations as the field spells them: Go's "300ms", "1m30s", "2h"."""
+"""Durations in Go's spelling: "300ms", "1m30s", "2h"."""
 
 import math
 import re
@@ -19,15 +19,15 @@ _WHOLE: Final = re.compile(rf"[+-]?(?:{_PART.pattern})+", re.ASCII)
 
 
 class Duration(float):
-    """Seconds. A type of its own, so that a parameter of this type is read from Go's spelling."""
+    """A number of seconds. A parameter of this type is read from Go's spelling."""
 
     __slots__ = ()
 
 
 def parse_duration(text: str) -> Duration:
-    """Read a Go duration; "0" needs no unit.
+    """Return the duration that `text` spells as in Go; "0" needs no unit.
 
-    Raises `ValueError`, in one sentence, for anything else.
+    Raises `ValueError`, with one sentence, for anything else.
     """
     if text == "0":
         return Duration(0.0)
@@ -38,6 +38,6 @@ def parse_duration(text: str) -> Duration:
 
 
 def check_above_zero(name: str, span: Duration) -> None:
-    """Raises `ValueError`, in one sentence, unless the parameter `name` is finite and above 0."""
+    """Raise `ValueError`, with one sentence, unless the parameter `name` is finite and above 0."""
     if not (math.isfinite(span) and span > 0):
-        raise ValueError(f"{name} must be a duration above 0s, is {float(span)}s")
+        raise ValueError(f"{name} is {float(span)}s; it must be a duration above 0s")

@@ -1,7 +1,7 @@
-"""What a document was expected to hold, for people.
+"""Error messages for people about the content of a document.
 
-msgspec speaks of types as programs do: "Expected `int` >= 1, got `str` - at `$.pods[2].port`". Who
-has written the document reads of a whole number and a text, at `pods[2].port`.
+msgspec uses programmers' terms: "Expected `int` >= 1, got `str` - at `$.pods[2].port`". This module
+turns that into a whole number and a text, at `pods[2].port`.
 """
 
 import re
@@ -12,7 +12,7 @@ from msgspec import inspect
 
 _PLACE: Final = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$(?P<place>.*)`)?", re.DOTALL)
 _STEP: Final = re.compile(r"\.(?P<field>[^.\[]+)|\[[^\]]*\]")
-"""Into a document, from where a place has come to."""
+"""One step of a place in a document: a field or an index."""
 _NONE_OF_THEM: Final = re.compile(r"Invalid enum value (?P<value>.*)", re.DOTALL)
 _NAMES: Final[Mapping[str, str]] = {
     "int": "a whole number",
@@ -31,7 +31,7 @@ _UNITS: Final[Mapping[str, tuple[str, str]]] = {
     "str": ("character", "characters"),
     "bytes": ("byte", "bytes"),
 }
-"""What the length of something counts; of anything else entries."""
+"""Unit of a length, singular and plural, by type; every other type counts entries."""
 _BOUNDS: Final[Mapping[str, str]] = {
     ">=": "of at least",
     "<=": "of at most",
@@ -41,11 +41,12 @@ _BOUNDS: Final[Mapping[str, str]] = {
 
 
 def place_and_sentence(message: str, kind: Any = None) -> tuple[str, str]:
-    """Where a message of msgspec points to, and the rest of it in words that begin small.
+    """Return the place that a msgspec message points to, and the rest as a sentence that begins in
+    lower case.
 
-    The place is "" or begins with "." or "[". What is no message of msgspec stays as it is. `kind` is
-    the type that the document was converted to, if that is known: of one of several values msgspec
-    tells the one that was given, and the type alone tells the others.
+    The place is "" or begins with "." or "[". A text that is no msgspec message stays as it is.
+    `kind` is the type that the document was converted to, if known. For an enumeration, msgspec
+    names only the given value, and the expected values come from `kind`.
     """
     parts = _PLACE.fullmatch(message)
     assert parts is not None
@@ -57,13 +58,15 @@ def place_and_sentence(message: str, kind: Any = None) -> tuple[str, str]:
 
 
 def misfit(place: str, problem: Exception, kind: Any) -> str:
-    """`place`, what in it msgspec points to, and what was expected there of a `kind`."""
+    """Return `place`, the place within it that msgspec points to, and what was expected there of a
+    `kind`.
+    """
     within, sentence = place_and_sentence(str(problem), kind)
     return ": ".join(part for part in (place, within.removeprefix("."), sentence) if part)
 
 
 def _values(kind: inspect.Type, place: str) -> list[str]:
-    """Those of which one may stand at `place` in a document of `kind`; []: any may."""
+    """Return the values that may stand at `place` in a document of `kind`, or [] if any value may."""
     if isinstance(kind, inspect.UnionType):
         return next((found for one in kind.types if (found := _values(one, place))), [])
     step = _STEP.match(place)
@@ -90,7 +93,7 @@ def _sentence(what: str) -> str:
 
 
 def _kind(names: str) -> str:
-    """Of types as msgspec lists them: "int | null"."""
+    """Return the names for people of types as msgspec lists them: "int | null"."""
     return _either(list(dict.fromkeys(_NAMES.get(name, name) for name in names.split(" | "))))
 
 
@@ -127,7 +130,7 @@ _RULES: Final[tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...]
     ),
     (
         _NONE_OF_THEM,
-        lambda found: f"{found['value']} is none of the values that there are",
+        lambda found: f"{found['value']} is not one of the possible values",
     ),
     (
         re.compile(r"Object missing required field (?P<field>`.*`)", re.DOTALL),

@@ -1,4 +1,4 @@
-"""Label selectors of Kubernetes, as parameters."""
+"""Label selectors of Kubernetes, as plugin parameters."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -17,10 +17,10 @@ class LabelOperator(StrEnum):
 
 
 class LabelExpression(Parameters, frozen=True):
-    """One requirement of a label selector.
+    """A requirement of a label selector.
 
-    As in Kubernetes, `NotIn` also accepts an endpoint without the label. Raises `ValueError` when
-    `values` is missing where the operator needs it, or given where it takes none.
+    As in Kubernetes, `NotIn` also accepts an endpoint without the label. Raises `ValueError` if
+    `values` is empty although the operator needs it, or given although the operator takes none.
     """
 
     key: Annotated[str, Meta(min_length=1)]
@@ -49,7 +49,9 @@ class LabelExpression(Parameters, frozen=True):
 
 
 class Selector(Parameters, frozen=True):
-    """All of its labels and expressions must hold; an empty one selects everything."""
+    """A label selector. All of its labels and expressions must hold; an empty selector selects
+    everything.
+    """
 
     match_labels: dict[str, str] = field(default_factory=dict)
     match_expressions: tuple[LabelExpression, ...] = ()

@@ -1,4 +1,4 @@
-"""What the picker knows beside the endpoints at the moment at which it decides."""
+"""The state of the picker at the time of a decision, apart from the endpoints."""
 
 from typing import Final
 
@@ -8,36 +8,48 @@ from epp.core.session_tokens import NO_TOKENS, SessionTokens
 
 
 class PlacedMedia(Struct, frozen=True, gc=False):
-    """An image or the like, and the tokens of a prompt that stand in its place."""
+    """An image or another medium, and the prompt tokens that stand in its place."""
 
     identifier: str
-    """What the engine calls it: a hash of its content, or the client's name of it."""
+    """Identifier that the engine uses: a hash of the content, or the name that the client gave."""
     offset: int
-    """Of the first of them."""
+    """Position of the first token."""
     length: int
 
 
 class Moment(Struct, frozen=True, kw_only=True, gc=False):
-    """Set by the scheduler with each request that it decides; plugins read it as `request.moment`."""
+    """The state of the picker at the time of a decision.
+
+    The scheduler sets it with each request that it decides, and plugins read it as
+    `request.moment`.
+    """
 
     replicas_unheard: int = 0
-    """Other pickers of the pool that do not tell this one what they decide."""
+    """Number of other pickers of the pool that do not share their decisions with this one."""
     sessions_return: bool = False
-    """Sessions that clients name come again here, as far as it matters."""
+    """True if clients return to the sessions that they name, as far as that matters for scoring."""
     answer_tokens: float | None = None
-    """Of an answer of the pool on average, above 0, as its engines count; None: too little is known."""
+    """Average number of tokens in an answer of the pool, above 0, as counted by engines; None if
+    too little is known.
+    """
     session_tokens: SessionTokens = NO_TOKENS
-    """Makes and reads the tokens by which a session finds its endpoint."""
+    """Creator and reader of the session tokens that lead a session to its endpoint."""
     cold: bool = True
-    """No endpoint holds the head of any prompt of the request."""
+    """True if no endpoint has the beginning of any prompt of the request cached."""
     token_ids: tuple[bytes, ...] = ()
-    """Of each prompt its tokens as the engine will have them, 4 little-endian bytes an id; (): not known.
-    Set by a `Resolver` with the request that waited for them."""
+    """Token ids of each prompt as the engine will compute them, 4 little-endian bytes per id; () if
+    unknown.
+
+    A `Resolver` sets them with the request that waited for them.
+    """
     known_tokens: int = 0
-    """How many ids the prompts have, once these are let go; 0: not known."""
+    """Number of token ids of the prompts, also after `token_ids` is dropped; 0 if unknown."""
     token_media: tuple[tuple[PlacedMedia, ...], ...] = ()
-    """Of each prompt all media in it, in their order, set with `token_ids`; (): there are none. Of a
-    prompt with media that are not known the tokens are not known either: all images have the same."""
+    """Media in each prompt, in order, set together with `token_ids`; () if there are none.
+
+    The tokens of a prompt with unknown media are unknown too, because all images have the same
+    token ids.
+    """
 
 
 NO_MOMENT: Final = Moment()

@@ -1,4 +1,4 @@
-"""What plugins of every kind are made of: a frozen struct whose fields are its configuration."""
+"""The base types of plugins: frozen structs whose fields are their configuration."""
 
 from typing import ClassVar, Protocol
 
@@ -8,9 +8,9 @@ from epp.core.abilities import Abilities
 
 
 class Parameters(Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """What plugins are made of: fields are parameters, spelt as in the configuration, checked.
+    """A plugin's parameters: fields are spelt as in the configuration and checked on construction.
 
-    A subclass says `frozen=True` again, which only type checkers need.
+    A subclass repeats `frozen=True`, which only type checkers need.
     """
 
     abilities: ClassVar[Abilities] = Abilities()

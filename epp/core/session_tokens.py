@@ -1,8 +1,8 @@
-"""Session tokens: what a client sends back to reach the endpoint that served it before.
+"""Session tokens, which a client sends back to reach the endpoint that served it before.
 
-A token is a keyed hash (HMAC-SHA256) of the endpoint's identity. It tells nothing of the endpoint,
-it cannot be made without the key, and every replica that has the key makes the same one. Whoever is
-given a token may use it: it names an endpoint and no client.
+A token is a keyed hash (HMAC-SHA256) of the endpoint's identity. It reveals nothing about the
+endpoint, and it cannot be created without the key. Every replica with the key creates the same
+token. Any client that receives a token may use it, because it names an endpoint and no client.
 """
 
 import base64
@@ -15,43 +15,49 @@ from epp.core.types import Endpoint
 _VERSION: Final = b"\x01"
 _TAG_BYTES: Final = 16
 _CHARACTERS: Final = 23
-"""Of version and tag; base64 of any text, as the field's tokens are, has a multiple of 4."""
+"""Length of a token: version and tag in base64 without padding. The reference picker's tokens are
+padded base64, so their length is a multiple of 4.
+"""
 _PURPOSE: Final = b"homing session token 1\0"
 ENDPOINTS_MAX: Final = 16_384
-"""Whose tokens are remembered, 200 bytes each and key; more begin anew."""
+"""Maximum number of endpoints with cached tokens (about 200 bytes for each endpoint and key); the
+cache is cleared when it is full.
+"""
 
 
 class SessionTokens:
-    """Makes and reads tokens. Without a key it makes none and knows none.
+    """A creator and reader of session tokens. Without a key it creates none and recognises none.
 
-    A hash takes about 2 us, once for each endpoint and key.
+    A hash takes about 2 µs, once for each endpoint and key.
     """
 
     def __init__(self, keys: Sequence[bytes] = (), *, accept_unsigned: bool = False) -> None:
-        """The first of `keys` signs, all are accepted.
+        """Sign with the first of `keys`, and accept all of them.
 
-        `accept_unsigned`: so is the field's form, base64 of the endpoint's name, which anybody can
-        write.
+        `accept_unsigned` also accepts the reference picker's form, the base64-encoded name of the
+        endpoint, which any client can forge.
         """
         self._keys = tuple(keys)
         self._accept_unsigned = accept_unsigned
         self._token_of: dict[str, str] = {}
-        """Identity of an endpoint -> its token by the first key."""
+        """Token by the first key, by identity of the endpoint."""
         self._identity_of: dict[str, str] = {}
-        """Token by any key -> identity."""
+        """Identity of the endpoint, by token of any key."""
 
     def __repr__(self) -> str:
         return f"<SessionTokens [{len(self._keys)} keys]>"
 
     def of(self, endpoint: Endpoint) -> str:
-        """The token of `endpoint`; "" without a key."""
+        """Return the token of `endpoint`, or "" without a key."""
         if not self._keys:
             return ""
         self._learn((endpoint,))
         return self._token_of[endpoint.endpoint_id]
 
     def holders(self, token: str, endpoints: Iterable[Endpoint]) -> list[bool]:
-        """For each of `endpoints` whether `token` is of it; clients may send anything."""
+        """Return, for each of `endpoints`, whether `token` belongs to it. Clients may send any text
+        as a token.
+        """
         endpoints = tuple(endpoints)
         identity = self._identity_of.get(token)
         if identity is None and len(token) == _CHARACTERS and self._keys:
@@ -63,7 +69,7 @@ class SessionTokens:
         return [endpoint.name == name != "" for endpoint in endpoints]
 
     def _learn(self, endpoints: Sequence[Endpoint]) -> None:
-        """Hash those that are new."""
+        """Hash the identities that are new."""
         for endpoint in endpoints:
             identity = endpoint.endpoint_id
             if identity in self._token_of:
@@ -86,7 +92,7 @@ def _token(key: bytes, identity: str) -> str:
 
 
 def _unsigned_name(token: str) -> str:
-    """The name that `token` encodes; "" if it encodes none."""
+    """Return the name that `token` encodes, or "" if it encodes none."""
     try:
         return base64.b64decode(token, validate=True).decode()
     except ValueError:

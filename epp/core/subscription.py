@@ -1,8 +1,9 @@
-"""One endpoint's KV events, from its socket to the scheduler, without I/O.
+"""One endpoint's KV-cache events on the way from its socket to the scheduler, without I/O.
 
-A shell tells what happens to the socket and does what is returned; the simulator does the same with a
-pipe. Frames that are to be applied wait here until there is time for them (`work`), so that ten thousand
-that were asked for again do not hold the loop. While any wait, the stream does not count as live.
+A shell reports what happens to the socket and performs the actions that are returned. The simulator
+does the same with a pipe. Frames to apply are queued here until `work` is called, so that ten
+thousand replayed frames do not block the event loop. The stream does not count as live while frames
+are queued.
 """
 
 from collections import Counter, deque
@@ -32,13 +33,15 @@ from epp.core.types import Seconds
 
 Asked: TypeAlias = AskReplay | AskSnapshot
 BLOCKS_PER_WORK: Final = 1_024
-"""Of the engine, of which one call of `work` takes note: one to two milliseconds."""
+"""Number of engine blocks that one call of `work` applies, which takes one to two milliseconds."""
 
 _NAMES: Final[dict[type[Event], str]] = {Stored: "stored", Removed: "removed", Cleared: "cleared"}
 
 
 class Subscription:
-    """What a rank of the endpoint in `slot` says, for the indexes of a scheduler that hear engines."""
+    """A subscription to the events of one rank of the endpoint in `slot`, for indexes that receive
+    them.
+    """
 
     def __init__(
         self,
@@ -51,9 +54,11 @@ class Subscription:
         read: Callable[[bytes], Batch | BlocksChanged] = read_payload,
         now: Seconds,
     ) -> None:
-        """`replays`: it can be asked for old frames; `snapshots`: for all that it holds.
+        """Subscribe to rank `rank` of `slot`.
 
-        `read`: what a payload tells; a simulated one has our keys already.
+        `replays` is True if the engine can send old frames again, `snapshots` if it can send all
+        cached blocks. `read` decodes a payload; a simulated payload already holds the picker's own
+        keys.
         """
         self.slot: Final = slot
         self.rank: Final = rank
@@ -61,16 +66,18 @@ class Subscription:
         self._read_payload = read
         self.stream = KVEventStream(replays=replays, snapshots=snapshots, now=now)
         self.faults: Counter[Fault] = Counter()
-        """Events and payloads that are not known, by their reason."""
+        """Number of unknown events and payloads, by reason."""
         self._events: dict[type[Event], int] = dict.fromkeys(_NAMES, 0)
         self.unreadable = 0
-        """Messages that are none of KV events."""
+        """Number of messages that are not KV-cache events."""
         self.waiting_bytes = 0
-        """Of frames that are not taken note of yet; those that are asked for again left out."""
+        """Size of queued frames, without the replayed frames that are still buffered in the stream."""
         self.blocks_heard = 0
-        """Of the engine, stored and removed."""
+        """Number of engine blocks that were stored and removed."""
         self.engine_clock_s: Seconds | None = None
-        """When the last frame was sent, since 1970 by the engine's clock; None: none was read."""
+        """Time at which the engine sent the last frame, since 1970 by its own clock; None if none
+        was read.
+        """
         self._scheduler = scheduler
         self._waiting: deque[Apply | Forget | Event | Batch | BlocksChanged] = deque()
         self._noted = self.stream.last
@@ -80,13 +87,13 @@ class Subscription:
 
     @property
     def events(self) -> Counter[str]:
-        """How many are known, by type."""
+        """Return the number of known events, by type."""
         told = self._events.items()
         return Counter({_NAMES[kind]: count for kind, count in told if count})
 
     @property
     def state(self) -> StreamState:
-        """How much counts what it says: not more than was taken note of."""
+        """Return the state of the stream; it is not live while frames are queued."""
         state = self.stream.state
         return StreamState.REPLAYING if self._waiting and state is StreamState.LIVE else state
 
@@ -96,56 +103,56 @@ class Subscription:
 
     @property
     def noted(self) -> int | None:
-        """The number of a frame up to which note was taken of all; None: of none."""
+        """Return the number of the last frame up to which all were applied, or None if none was."""
         last = self._noted if self._waiting else self.stream.last
         return None if last is None or last < 0 else last
 
-    # What happens to the socket.
+    # Events of the socket.
 
     def connected(self, now: Seconds) -> list[Asked]:
-        """Frames come from now on."""
+        """Record that frames arrive from now on."""
         self.stream.connected(now)
         return self._act()
 
     def disconnected(self, now: Seconds) -> list[Asked]:
-        """None comes any more."""
+        """Record that no frames arrive any longer."""
         self.stream.disconnected(now)
         return self._act()
 
     def received(self, sequence: int, payload: bytes, now: Seconds) -> list[Asked]:
-        """A live frame came."""
+        """Process a live frame."""
         self.stream.received(sequence, payload, now)
         return self._act()
 
     def replayed(self, sequence: int, payload: bytes, now: Seconds) -> None:
-        """A frame that was asked for came."""
+        """Process a frame of a requested replay."""
         self.stream.replayed(sequence, payload, now)
 
     def replay_ended(self, now: Seconds, *, marked: bool) -> list[Asked]:
-        """The end marker came, or nothing for too long."""
+        """End a replay. `marked` is True if its end marker came, False after a timeout."""
         self.stream.replay_ended(now, marked=marked)
         return self._act()
 
     def snapshot(self, epoch: str, resume: int, payloads: list[bytes], now: Seconds) -> list[Asked]:
-        """All that is held came; frames go on with `resume`."""
+        """Process a snapshot of all cached blocks; frames continue with number `resume`."""
         self.stream.snapshot(epoch, resume, payloads, now)
         return self._act()
 
     def heartbeat(
         self, epoch: str, sequence: int, interval_s: Seconds, now: Seconds
     ) -> list[Asked]:
-        """The source is there."""
+        """Process a heartbeat of the source."""
         self.stream.heartbeat(epoch, sequence, interval_s, now)
         return self._act()
 
-    # What the shell does now and then.
+    # Periodic calls by the shell.
 
     def watch(self, now: Seconds) -> list[Asked]:
-        """Compare with what the pool knows; a few times a second."""
+        """Compare the stream with the pool's state. Call this a few times a second."""
         scheduler = self._scheduler
         index = next(iter(scheduler.hearing.values()), None)
         if index is not self._index:
-            # It was opened anew, and knows nothing.
+            # The index was reset and is empty.
             self._index = index
             self._told = (StreamState.NONE, False)
             self.stream.unbalanced(now)
@@ -161,20 +168,21 @@ class Subscription:
 
     @property
     def works(self) -> bool:
-        """Something waits for `work`."""
+        """Return whether any frame is queued for `work`."""
         return bool(self._waiting)
 
     def read(self) -> None:
-        """Read the payload that `work` would read first.
+        """Decode the payload that `work` would decode first.
 
-        Who has several to read does so before any `work`: each goes faster without the other between.
+        A caller with several payloads decodes them all before it calls `work`, because each of the
+        two loops is faster alone.
         """
         waiting = self._waiting
         if waiting and isinstance(first := waiting[0], Apply):
             waiting[0] = self._read_waiting(first)
 
     def work(self, now: Seconds, *, blocks_max: int = BLOCKS_PER_WORK) -> list[Asked]:
-        """Take note of what waits, of about `blocks_max` blocks."""
+        """Apply queued frames, up to about `blocks_max` blocks."""
         waiting = self._waiting
         left = blocks_max
         asked: list[Asked] = []
@@ -184,7 +192,7 @@ class Subscription:
                 first = self._read_waiting(first)
             if isinstance(first, Batch):
                 events, work = self._open(first, left, now)
-                # A frame without events is work too.
+                # A frame without events counts as work too.
                 left -= 1
             elif isinstance(first, Stored | Removed | Cleared):
                 events, work = self._next_of(first, left)
@@ -202,7 +210,7 @@ class Subscription:
         return asked
 
     def close(self, now: Seconds) -> None:
-        """The endpoint left, or is not to be heard any more."""
+        """Invalidate the events, because the endpoint left or its events are no longer needed."""
         self._clear()
         self._scheduler.take(EventsVoided(self.slot, self.rank), now)
         gone = StreamChanged(self.slot, StreamState.NONE, complete=False, rank=self.rank)
@@ -215,7 +223,7 @@ class Subscription:
                 self.waiting_bytes += len(action.payload)
                 self._waiting.append(action)
             elif isinstance(action, Forget):
-                # What waits is of the same past.
+                # The queued frames belong to the same invalid past.
                 self._clear()
                 self._waiting.append(action)
             else:
@@ -238,7 +246,9 @@ class Subscription:
         self._scheduler.take(told, now)
 
     def _open(self, batch: Batch, left: int, now: Seconds) -> tuple[Sequence[Event], int]:
-        """The events of `batch`, and the work that they are; nothing, where they are to wait."""
+        """Return the events of `batch` and their number of work units, or nothing if they must
+        wait.
+        """
         if batch.at_s:
             self.engine_clock_s = batch.at_s
         if batch.faults:
@@ -257,7 +267,9 @@ class Subscription:
         return (), 0
 
     def _next_of(self, first: Event, left: int) -> tuple[Sequence[Event], int]:
-        """`first`, and those of the events that wait that are to be heard with it; the work that they are."""
+        """Return `first` and queued events to apply together with it, and their number of work
+        units.
+        """
         waiting = self._waiting
         events = [first]
         blocks = _blocks_of(first)
@@ -272,7 +284,7 @@ class Subscription:
         return events, blocks + len(events)
 
     def _hear(self, events: Sequence[Event], now: Seconds) -> bool:
-        """Whether what was told so far does not add up."""
+        """Apply events. Return whether they contradict the earlier ones."""
         for event in events:
             self._events[type(event)] += 1
         said = EventsHeard(self.slot, events, self.rank)
@@ -284,7 +296,7 @@ class Subscription:
         return heard.unbalanced
 
     def _say_state(self, now: Seconds) -> None:
-        """Tell the scheduler, if it is another."""
+        """Report the state to the scheduler if it changed."""
         known = (self.state, self.complete)
         if known != self._told:
             self._told = known

@@ -1,4 +1,4 @@
-"""The nouns: what the shells hand to the core and what the core hands back."""
+"""The basic types that the shells and the core exchange."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -11,14 +11,14 @@ from msgspec import Struct, field
 from epp.core.address import host_of, port_of
 
 Seconds: TypeAlias = float
-"""Monotonic seconds since any origin; the core never asks for the time, it is told."""
+"""Monotonic seconds since any origin. The core never reads a clock; callers pass the time."""
 
 BYTES_PER_TOKEN = 4
-"""Without a tokenizer four bytes of prompt count as one token, as in the reference picker."""
+"""Bytes of prompt that count as one token without a tokenizer, as in the reference picker."""
 
 
 class ApiKind(StrEnum):
-    """Which API a prompt came through. Part of the hash seed: prompts of two kinds never share."""
+    """The API of a request. It is part of the hash seed, so prompts of two APIs never share blocks."""
 
     CHAT = "chat"
     COMPLETIONS = "completions"
@@ -27,21 +27,21 @@ class ApiKind(StrEnum):
     RESPONSES = "responses"
     MESSAGES = "messages"
     OPAQUE = "opaque"
-    """Not understood, or not looked at: routed by load alone."""
+    """Unknown API or unread body: routed by load alone."""
 
 
 CORE_EXTRACTOR: Final = "core-metrics-extractor"
-"""Who tells the attributes that a configuration names without saying who does."""
+"""Producer of attributes for which a configuration names no producer."""
 NO_ATTRIBUTES: Final[Mapping[str, float]] = MappingProxyType({})
 
 
 def attribute_key(attribute: str, producer: str = CORE_EXTRACTOR) -> str:
-    """Under which an attribute of endpoints is kept: its name, and who tells it, "" for anybody."""
+    """Return the key of an endpoint attribute: its name and its producer, "" for any producer."""
     return f"{attribute}/{producer}"
 
 
 class MetricsTarget(Struct, frozen=True, kw_only=True):
-    """Where the shell scrapes an endpoint; the core does not look."""
+    """The address at which the shell scrapes an endpoint. The core does not use it."""
 
     port: int
     scheme: str = "http"
@@ -55,34 +55,40 @@ class Endpoint(Struct, frozen=True, kw_only=True):
     """Identity: (pod UID, port), or (name, port) without Kubernetes."""
     name: str
     address: str
-    """"ip:port", IPv6 in brackets: exactly what the gateway is told."""
+    """"ip:port", with IPv6 in brackets: the exact text that the gateway receives."""
     incarnation: str = ""
-    """Changes when the container restarts; what was known of the old one is forgotten."""
+    """Value that changes when the container restarts; knowledge about the old container is then
+    dropped.
+    """
     labels: Mapping[str, str] = field(default_factory=dict)
     node_address: str = ""
-    """IP of the node that it runs on, IPv6 in brackets; "": not known."""
+    """IP address of the endpoint's node, with IPv6 in brackets, or "" if unknown."""
     metrics: MetricsTarget | None = None
     ready_after_s: float = 0.0
-    """Ready this long after it joined even if it was never scraped (static endpoints: 5 s)."""
+    """Time after joining, in seconds, at which an endpoint is ready without any scrape (static
+    endpoints: 5 s).
+    """
 
     @property
     def host(self) -> str:
-        """Of `address`, without brackets."""
+        """Return the host of `address`, without brackets."""
         return host_of(self.address)
 
     @property
     def port(self) -> int:
-        """Of `address`."""
+        """Return the port of `address`."""
         return port_of(self.address)
 
 
 def pod_of(endpoint: Endpoint) -> tuple[str, str]:
-    """What endpoints of one pod share: what identifies them but for the port, and their host."""
+    """Return what all endpoints of one pod share: their identity without the port, and their host."""
     return endpoint.endpoint_id.rpartition(":")[0], endpoint.host
 
 
 def ranks_of(endpoints: Iterable[Endpoint]) -> dict[str, int]:
-    """By its identity, the data-parallel rank of each endpoint: ranks of a pod count up with its ports."""
+    """Return the data-parallel rank of each endpoint, by identity; ranks of a pod ascend with its
+    ports.
+    """
     pods: dict[tuple[str, str], list[Endpoint]] = {}
     for endpoint in endpoints:
         pods.setdefault(pod_of(endpoint), []).append(endpoint)
@@ -94,10 +100,10 @@ def ranks_of(endpoints: Iterable[Endpoint]) -> dict[str, int]:
 
 
 class AdapterReport(Struct, frozen=True, kw_only=True):
-    """What one scrape says of LoRA adapters (vLLM; both metric generations).
+    """The LoRA adapters that one scrape reports (vLLM; both metric generations).
 
     `lora_requests_info` (old) gives `active` and `slots_max`. `lora_adapter_loaded` and its
-    companions (new) give `gpu`, `cpu`, `pinned`; then `resident_known` is true.
+    companions (new) give `gpu`, `cpu` and `pinned`; then `resident_known` is True.
     """
 
     active: frozenset[str] = frozenset()
@@ -110,51 +116,61 @@ class AdapterReport(Struct, frozen=True, kw_only=True):
 
     @property
     def serves_adapters(self) -> bool:
-        """The engine can."""
+        """Return whether the engine can serve adapters."""
         return self.slots_max > 0 or self.resident_known or bool(self.active)
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all adapters that it tells."""
+        """Return the names of all reported adapters."""
         return self.active | self.gpu | self.cpu
 
 
 class EndpointMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One good scrape. NaN and None: the page does not tell."""
+    """The values of one successful scrape. NaN and None mean that the page does not report a value."""
 
     waiting_requests: float = math.nan
     running_requests: float = math.nan
     kv_cache_usage: float = math.nan
-    """0 to 1; blocks referenced by running requests, not how full the prefix cache is."""
+    """Share of the KV blocks that running requests reference, from 0 to 1; not the fill level of
+    the prefix cache.
+    """
     cache_queried_tokens: float = math.nan
     """Prompt tokens looked up in the prefix cache since the engine started."""
     cache_hit_tokens: float = math.nan
-    """Those among them that were there, in all tiers that the engine tells of together."""
+    """Prompt tokens found in the prefix cache, in all tiers that the engine reports as one sum."""
     tier_hit_tokens: Mapping[str, float] | None = None
-    """Tier -> those among them that were there, "device" among the tiers; None: it does not tell."""
+    """Prompt tokens found in the prefix cache, by tier, with "device" among the tiers; None if not
+    reported.
+    """
     ttft_sum_s: float = math.nan
-    """Time to first token, all requests since the engine started together."""
+    """Sum of the times to first token of all requests since the engine started."""
     ttft_count: float = math.nan
-    """Of how many requests that is."""
+    """Number of requests in `ttft_sum_s`."""
     first_outputs_total: float = math.nan
-    """Requests that have had their first token since the engine started, counted when they had it."""
+    """Number of requests that produced their first token since the engine started, counted at that
+    time.
+    """
     answers_total: float = math.nan
-    """Answers that have ended since the engine started."""
+    """Number of answers that ended since the engine started."""
     answer_tokens_total: float = math.nan
-    """Of how many tokens these were together."""
+    """Total number of tokens in these answers."""
     adapters: AdapterReport | None = None
     block_size_tokens: int | None = None
     blocks_total: int | None = None
     process_started_at_s: float | None = None
-    """Wall clock, `process_start_time_seconds`; a change means a restart."""
+    """Start of the process by the wall clock (`process_start_time_seconds`); a change means a
+    restart.
+    """
     requests_total: float | None = None
     """Sum of a counter that only a restart can lower."""
     rejections_total: float | None = None
-    """Requests that the engine refused because it is full, since it started."""
+    """Number of requests that the engine refused because it was full, since it started."""
     attributes: Mapping[str, float] = field(default_factory=dict)
-    """What a configuration asks for beside the load: `attribute_key` -> value. What is missing is unknown."""
+    """Values that a configuration requests in addition to the load, by `attribute_key`. A missing
+    value is unknown.
+    """
     asleep: bool = False
-    """vLLM's sleep mode: weights are off the GPU in every rank, no request is served."""
+    """True in vLLM's sleep mode: every rank has its weights off the GPU and serves no request."""
 
 
 class RefusalReason(StrEnum):
@@ -162,7 +178,7 @@ class RefusalReason(StrEnum):
     BODY_TOO_LARGE = "body-too-large"
     NO_ENDPOINTS = "rejected-no-endpoints"
     OVERLOADED = "rejected-overloaded"
-    """The picker itself has too much to do; the endpoints were not looked at."""
+    """The picker is overloaded; the endpoints were not considered."""
     SATURATED = "rejected-saturated"
     SHUTTING_DOWN = "rejected-shutting-down"
     BODIES_HELD = "rejected-bodies-held"
@@ -170,14 +186,16 @@ class RefusalReason(StrEnum):
 
 
 class Refusal(Struct, frozen=True, kw_only=True):
-    """Why a request is not routed. A value: refusing is ordinary, exceptions are bugs or I/O."""
+    """The reason why a request is not routed. It is a value, because a refusal is ordinary;
+    exceptions are for bugs and I/O.
+    """
 
     reason: RefusalReason
     status: int
     """HTTP status: 400, 408, 413, 429 or 503."""
     message: str
-    """One sentence for the client: what, where, what was expected."""
+    """One sentence for the client: what happened, where, and what was expected."""
     param: str | None = None
-    """The member of the body that is at fault, if one is."""
+    """Member of the body that is at fault, or None."""
     eliminated: Mapping[str, int] = field(default_factory=dict)
-    """Name of the step or filter -> how many endpoints it dropped."""
+    """Number of endpoints dropped, by name of the step or filter."""

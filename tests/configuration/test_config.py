@@ -466,7 +466,7 @@ def profile(*entries, **more):
         ),
         (
             [{"pluginRef": "queue-scorer", "weight": -1}],
-            "schedulingProfiles[0]: the weight of scorer queue-scorer must be finite and at least 0, is -1.0",
+            "schedulingProfiles[0]: the weight of scorer queue-scorer is -1.0; it must be finite and at least 0",
         ),
         (
             [{"pluginRef": "queue-scorer", "weight": "2"}],
@@ -478,7 +478,7 @@ def profile(*entries, **more):
         ),
         (
             [{"pluginRef": "queue-scorer", "weight": 0}],
-            "schedulingProfiles[0]: the weights of profile p are all 0: no scorer counts",
+            "schedulingProfiles[0]: all weights of profile p are 0; at least one must be above 0",
         ),
         (
             [{"pluginRef": "queue-scorer"}, {"pluginRef": "queue-scorer"}],

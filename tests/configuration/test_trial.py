@@ -266,17 +266,20 @@ def test_the_headers_that_it_sets_are_tried(table):
 @pytest.mark.parametrize(
     ("members", "said"),
     [
-        ({"sheds_load": True}, "has a class variable sheds_load, expected it in its abilities"),
-        ({"reads": ()}, "has a class variable reads, expected it in its abilities"),
+        ({"sheds_load": True}, "has a class variable sheds_load, which belongs in its abilities"),
+        ({"reads": ()}, "has a class variable reads, which belongs in its abilities"),
         (
             {"producer_type": "x", "producer": "x"},
-            "has producer_type, producer, expected reads_index=True in its abilities",
+            "has producer_type, producer but does not declare reads_index=True in its abilities",
         ),
         (
             {"abilities": Abilities(reads=("queue",))},
             "reads ('queue',), expected a tuple of names among waiting_requests",
         ),
-        ({"abilities": None}, "declares no abilities, expected Abilities as a class variable"),
+        (
+            {"abilities": None},
+            "declares no abilities; it needs a class variable `abilities` of type Abilities",
+        ),
     ],
 )
 def test_what_is_declared_amiss_is_refused(members, said):

@@ -77,7 +77,7 @@ def test_what_msgspec_says_is_said_in_words(document, place, sentence):
 def test_values_of_a_type_that_nobody_names_cannot_be_told():
     """Who has the message alone tells what was given."""
     told = place_and_sentence("Invalid enum value 'blue' - at `$.pods[0].colour`")
-    assert told == (".pods[0].colour", "'blue' is none of the values that there are")
+    assert told == (".pods[0].colour", "'blue' is not one of the possible values")
 
 
 @pytest.mark.parametrize(

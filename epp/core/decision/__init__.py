@@ -1,1 +1,3 @@
-"""One request to one endpoint: filters, scorers, a picker, and the inputs that drive them."""
+"""The choice of one endpoint for one request: filters, scorers, a picker, and the scheduler's
+inputs.
+"""

@@ -1,9 +1,9 @@
-"""What was decided, and why: found out once a decision, and told by everybody from here.
+"""The decision record: what was decided, and why.
 
-A decision holds the arrays that were decided by. What is to be told of them is worked out when it is
-first asked for: the log's line, what the pages keep, spans, headers for clients and the simulator's
-`decisions.jsonl` are projections of one account, so that no two of them can disagree. What the
-numbers of endpoints were is known only until the next decision.
+A decision keeps the arrays that it was computed from. Derived values are computed when they are
+first read. The log line, the decision pages, spans, response headers and the simulator's
+`decisions.jsonl` are projections of one record, so they cannot disagree. The endpoints' numbers are
+available only until the next decision.
 """
 
 import math
@@ -28,8 +28,10 @@ _Found = TypeVar("_Found")
 
 
 class _FoundOnce(Generic[_Found]):
-    """As `functools.cached_property`, which up to Python 3.11 takes a lock that costs more than what
-    is found here.
+    """A cached property without a lock.
+
+    Up to Python 3.11, `functools.cached_property` takes a lock. That costs more than the values
+    that are computed here.
     """
 
     def __init__(self, find: Callable[[Any], _Found]) -> None:
@@ -43,45 +45,51 @@ class _FoundOnce(Generic[_Found]):
 
 
 class Role(StrEnum):
-    """What an endpoint is chosen for."""
+    """The part of a request for which an endpoint is chosen."""
 
     SERVE = "serve"
-    """The whole of a request."""
+    """The whole request."""
 
 
 class Ranking(Struct, frozen=True, kw_only=True, dict=True):
-    """How the candidates of a decision were ranked: as it is decided, or of the arrays that were kept."""
+    """A ranking of the candidates, made during a decision or from stored arrays."""
 
     scorers: tuple[str, ...]
     scored: Scored
-    """Its rows are those of `scorers`, its columns the candidates."""
+    """Scores with a row for each of `scorers` and a column for each candidate."""
     picked: int
-    """Position of the chosen endpoint among them."""
+    """Position of the chosen endpoint among the candidates."""
 
     @property
     def total(self) -> float:
-        """The weighted sum of the chosen endpoint."""
+        """Return the weighted sum of the chosen endpoint's scores."""
         return float(self.scored.total[self.picked])
 
     @_FoundOnce
     def parts(self) -> list[float]:
-        """What each scorer gave the chosen endpoint."""
+        """Return the weighted score of the chosen endpoint by each scorer."""
         return self.scored.parts_of(self.picked)
 
     @_FoundOnce
     def runner_up(self) -> int | None:
-        """Position of the best candidate that was not chosen; None: there was one alone."""
+        """Return the position of the best candidate that was not chosen, or None if there was only
+        one.
+        """
         return runner_up_of(self.scored, self.picked)
 
     @_FoundOnce
     def decided_by(self) -> tuple[str, ...]:
-        """The fewest scorers without which the chosen endpoint would not be ahead, the greatest first."""
+        """Return the smallest set of scorers that put the chosen endpoint ahead, largest
+        contribution first.
+        """
         if self.runner_up is None:
             return ()
         return decided_by(self.scorers, self.parts, self.scored.parts_of(self.runner_up))
 
     def best(self, most: int) -> list[int]:
-        """Positions of the `most` best candidates, best first; the chosen one is always among them."""
+        """Return the positions of the `most` best candidates, best first. The chosen one is always
+        included.
+        """
         order: list[int] = (-self.scored.total).argsort(kind="stable")[:most].tolist()
         if self.picked not in order:
             order[-1] = self.picked
@@ -89,27 +97,31 @@ class Ranking(Struct, frozen=True, kw_only=True, dict=True):
 
 
 class Leg(Ranking, frozen=True, kw_only=True, dict=True):
-    """One endpoint that was chosen for one part of a request, and why that one."""
+    """A leg of a request: the endpoint that was chosen for one part of it, and the reasons."""
 
     role: Role = Role.SERVE
     endpoint: Endpoint
     fallbacks: tuple[Endpoint, ...]
     ready: int
-    """Endpoints that were ready and in the subset, before filters."""
+    """Number of endpoints that were ready and in the gateway's subset, before filters."""
     dropped: Mapping[str, Ints]
-    """Name of the filter -> slots of the endpoints that it dropped."""
+    """Slots of the endpoints that each filter dropped, by name of the filter."""
     candidates: Candidates
-    """Those that were scored."""
+    """Candidates that were scored."""
     tellers: tuple[TellsCost | None, ...]
     lease: Lease
     matched_blocks: int
-    """Leading full blocks of the prompt that `endpoint` is believed to hold."""
+    """Number of leading full blocks of the prompt that `endpoint` is estimated to have cached."""
     total_blocks: int
     block_tokens: int
     rank: int | None = None
-    """Of `endpoint`, that was told to serve; None: its engine chooses, or has no others."""
+    """Data-parallel rank of `endpoint` that must serve the request, or None if the engine chooses
+    or has one rank.
+    """
     costs: tuple[Cost, ...] | None = None
-    """The costs that the `tellers` gave during the decision; None: the numbers of two endpoints give them again."""
+    """Costs that the `tellers` returned during the decision, or None if they can be computed from
+    the numbers of two endpoints.
+    """
 
     @property
     def request(self) -> InferenceRequest:
@@ -117,24 +129,26 @@ class Leg(Ranking, frozen=True, kw_only=True, dict=True):
 
     @property
     def eliminated(self) -> Mapping[str, int]:
-        """Name of the filter -> how many endpoints it dropped."""
+        """Return the number of endpoints that each filter dropped, by name of the filter."""
         dropped = self.dropped
-        # Mostly none, and asked for with each decision.
+        # Usually no filter drops anything, and every decision reads this property.
         return {name: len(slots) for name, slots in dropped.items()} if dropped else {}
 
     @_FoundOnce
     def numbers(self) -> tuple[float, ...]:
-        """`NUMBERS` of the chosen endpoint, this request counted."""
+        """Return the `NUMBERS` of the chosen endpoint, including this request."""
         return self.candidates.numbers_of(self.picked)
 
     @_FoundOnce
     def runner_up_numbers(self) -> tuple[float, ...]:
-        """`NUMBERS` of the next best; (): there is none."""
+        """Return the `NUMBERS` of the runner-up, or () if there is none."""
         return () if self.runner_up is None else self.candidates.numbers_of(self.runner_up)
 
     @_FoundOnce
     def numbers_before(self) -> list[float]:
-        """`NUMBERS` of the chosen endpoint, as the scorers saw them."""
+        """Return the `NUMBERS` of the chosen endpoint as the scorers saw them, without this
+        request.
+        """
         return numbers_before(
             self.numbers,
             prompt_tokens=self.request.prompt_tokens,
@@ -144,27 +158,29 @@ class Leg(Ranking, frozen=True, kw_only=True, dict=True):
 
     @property
     def predicted_tokens(self) -> int:
-        """Tokens of the prompt that the chosen endpoint is believed to hold."""
+        """Return the prompt tokens that the chosen endpoint is estimated to have cached."""
         return predicted_tokens(self.matched_blocks, self.block_tokens, self.request.prompt_tokens)
 
 
 class Account(Struct, frozen=True, kw_only=True, gc=False):
-    """One decision."""
+    """The record of one decision."""
 
     number: int
     request: InferenceRequest
     legs: tuple[Leg, ...]
-    """In the order in which the request goes through them; one, where one endpoint serves."""
+    """Legs in the order in which the request passes through them; one leg if one endpoint serves it
+    all.
+    """
     shadow: ShadowVerdict | None
 
     @property
     def leg(self) -> Leg:
-        """Of the endpoint that the gateway sends the request to."""
+        """Return the leg of the endpoint that the gateway sends the request to."""
         return self.legs[0]
 
 
 def runner_up_of(scored: Scored, picked: int) -> int | None:
-    """Position of the best candidate beside the one that was `picked`; None: there is no other."""
+    """Return the position of the best candidate other than `picked`, or None if there is no other."""
     if scored.total.size < 2:
         return None
     rest = scored.total.copy()
@@ -175,15 +191,20 @@ def runner_up_of(scored: Scored, picked: int) -> int | None:
 def decided_by(
     scorers: Sequence[str], parts: Sequence[float], others: Sequence[float]
 ) -> tuple[str, ...]:
-    """Of scorers that gave `parts` to the chosen endpoint and `others` to the next best; as of a ranking."""
+    """Return the scorers that put the chosen endpoint ahead, as `Ranking.decided_by` does.
+
+    `parts` are the chosen endpoint's weighted scores, `others` those of the runner-up.
+    """
     return tuple([scorers[at] for at in decisive(parts, others)])
 
 
 def predicted_tokens(matched_blocks: int, block_tokens: int, prompt_tokens: int) -> int:
-    """Tokens of a prompt that an endpoint with `matched_blocks` of its blocks is believed to hold."""
+    """Return the prompt tokens that an endpoint with `matched_blocks` cached blocks is estimated to
+    have cached.
+    """
     return min(matched_blocks * block_tokens, prompt_tokens)
 
 
 def rounded_parts(scorers: Sequence[str], parts: Sequence[float]) -> dict[str, float]:
-    """What each scorer gave, as it is told."""
+    """Return the weighted score of each scorer, rounded to four digits, by name of the scorer."""
     return {scorer: round(part, 4) for scorer, part in zip(scorers, parts, strict=True)}

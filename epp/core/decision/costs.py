@@ -1,11 +1,12 @@
-"""Scorers of costs say what they decided by: the cost of the chosen endpoint and of the next best, in parts.
+"""Costs that explain a decision: the cost of the chosen endpoint and of the runner-up, in parts.
 
-A cost becomes a score between the least and the greatest of all, so that one candidate which costs a
-thousand times as much makes all others look alike. In its unit nothing is stretched.
+A scorer maps costs to scores between the lowest and the highest cost. One candidate with a
+thousandfold cost therefore makes all others look alike. A cost in its own unit shows the
+difference.
 
-As a rule the scorers are asked after the decision, when somebody wants to know: the two endpoints are
-built again from the numbers that were kept of them. Where a cost depends on more, the scorers are asked
-while the request is decided, and what they say is kept (`Scheduler.keeps_costs`).
+The scorers usually compute these costs after the decision, when a reader requests them. The two
+endpoints are then rebuilt from their stored numbers. If a cost depends on more than these numbers,
+the scorers compute it during the decision and the record keeps it (`Scheduler.keeps_costs`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,26 +24,29 @@ from epp.core.types import Endpoint
 
 DIGITS: Final = 6
 FRESH_S_MAX: Final = 1.0
-"""A scorer may take the median of other endpoints for a report that is older."""
+"""Age of a load report in seconds above which a scorer may use the median of the other endpoints.
+"""
 
 _MATCHED: Final = NUMBERS.index("matched_blocks")
 
 
 class Cost(Struct, frozen=True):
-    """What a scorer went by, of the chosen endpoint and then of the next best, if there was one."""
+    """The cost that a scorer computed for the chosen endpoint and, if there is one, for the
+    runner-up.
+    """
 
     scorer: str
     unit: str
     parts: tuple[Mapping[str, float], ...]
-    """What adds up to the cost of each: a name -> how much, in `unit`."""
+    """Parts whose sum is the cost, in `unit`, by name: one mapping for each endpoint."""
     first_token_parts: tuple[str, ...] = ()
-    """The parts that the request waits through before its first token."""
+    """Names of the parts that the request waits through before its first token."""
 
     @property
     def first_token(self) -> float | None:
-        """After how long the chosen endpoint is expected to give the first token, in `unit`.
+        """Return the expected time to first token at the chosen endpoint, in `unit`.
 
-        It is None if the scorer does not say.
+        It is None if the scorer declares no `first_token_parts`.
         """
         if not self.first_token_parts:
             return None
@@ -50,23 +54,25 @@ class Cost(Struct, frozen=True):
 
     @property
     def totals(self) -> list[float]:
-        """In `unit`."""
+        """Return the total cost of each endpoint, in `unit`."""
         return [sum(parts.values()) for parts in self.parts]
 
     @property
     def decided_by(self) -> list[str]:
-        """The fewest parts without which the chosen one would not cost less, the greatest first."""
+        """Return the smallest set of parts that make the chosen endpoint cheaper, largest
+        difference first.
+        """
         if len(self.parts) < 2:
             return []
         chosen, other = self.parts[:2]
         names = list(chosen)
-        # Of costs the lower is ahead.
+        # The endpoint with the lower cost is ahead.
         found = decisive([other[name] for name in names], [chosen[name] for name in names])
         return [names[at] for at in found]
 
 
 class CostError(Exception):
-    """What a plugin gave is no cost: what it gave instead."""
+    """A plugin returned something that is not a cost. The message says what it returned."""
 
 
 def cost_of(
@@ -76,9 +82,10 @@ def cost_of(
     candidates: Candidates,
     positions: Sequence[int],
 ) -> Cost:
-    """Ask `plugin` for the cost of the candidates at `positions`: the chosen one, then the next best.
+    """Request from `plugin` the cost of the candidates at `positions`: the chosen one, then the
+    runner-up.
 
-    Raises `CostError`, and what the plugin raises.
+    Raises `CostError` for a malformed result, and any exception of the plugin.
     """
     told = plugin.cost_parts(asked, candidates)
     for costs in told.values():
@@ -104,10 +111,11 @@ def rebuilt_pair(
     prompt_tokens: int,
     matched_most: int,
 ) -> Candidates:
-    """The chosen endpoint and the next best, as the scorers saw them.
+    """Return the chosen endpoint and the runner-up as the scorers saw them.
 
-    `matched_most`: the most blocks that any candidate held. Where neither of the two held as many, a third
-    candidate stands in for the one that did, because costs may depend on the greatest match.
+    `matched_most` is the largest number of blocks that any candidate had cached. If neither of the
+    two endpoints reaches it, a third candidate with that number is added, because costs may depend
+    on the longest match.
     """
     endpoints, numbers = [*endpoints], [*numbers]
     if numbers and matched_most > max(row[_MATCHED] for row in numbers):
@@ -127,10 +135,10 @@ def rebuilt_pair(
 def cost_by_score(
     score: float, chosen: tuple[float, float], other: tuple[float, float]
 ) -> float | None:
-    """What a candidate with `score` costs, by (score, cost) of two others.
+    """Return the cost of a candidate with `score`, given (score, cost) of two others.
 
-    A score falls by as much for each unit of a cost (`TellsCost`), so that two are enough. None: they
-    score the same, and nothing can be said of who is between or beyond.
+    A score falls linearly with the cost (`TellsCost`), so two points are enough. Return None if
+    both have the same score and `score` is another one.
     """
     (chosen_score, cost), (other_score, other_cost) = chosen, other
     if score == chosen_score:

@@ -1,16 +1,17 @@
-"""Which parts made the difference between who was chosen and who was not."""
+"""The parts of a sum that made the difference between the chosen endpoint and another one."""
 
 from collections.abc import Sequence
 from typing import Final
 
 LEVEL: Final = 1e-9
-"""Sums that differ by less than this share of their parts differ by rounding."""
+"""Relative difference below which two sums differ only by rounding."""
 
 
 def decisive(chosen: Sequence[float], other: Sequence[float]) -> tuple[int, ...]:
-    """Positions of the fewest parts without which `chosen` would not be ahead, the greatest first.
+    """Return the positions of the fewest parts that put `chosen` ahead, the largest lead first.
 
-    Both are parts of a sum, in the same order; the greater sum is ahead. Empty: it is not.
+    Both arguments hold parts of a sum, in the same order; the larger sum is ahead. Return () if
+    `chosen` is not ahead.
     """
     leads = [part - against for part, against in zip(chosen, other, strict=True)]
     ahead = sum(leads)

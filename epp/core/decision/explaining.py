@@ -1,4 +1,4 @@
-"""Why an endpoint was chosen, for the client that is answered: `--explain-headers`."""
+"""Response headers that explain a decision to the client: `--explain-headers`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -16,20 +16,21 @@ HEADER_CHARACTERS_MAX: Final = 256
 
 
 class Explained(Struct, frozen=True):
-    """What must be noted when a request is decided, because it has changed when it is answered."""
+    """The values noted at the decision that change before the response."""
 
     leg: Leg
     numbers: tuple[Sequence[float], ...]
-    """`NUMBERS` of the chosen endpoint, as the scorers saw them, and of the next best; none, where no
-    scorer tells a cost."""
+    """`NUMBERS` of the chosen endpoint, as the scorers saw them, then of the runner-up. Empty if no
+    scorer computes a cost.
+    """
     marks: tuple[str, str]
-    """What spoke against each: "slow", "failing" or ""."""
+    """Outlier mark of each endpoint: "slow", "failing" or ""."""
     matched_most: int = 0
-    """The most leading blocks of the prompt that any candidate held."""
+    """Largest number of leading prompt blocks that any candidate had cached."""
 
 
 def explained(leg: Leg, outliers: Mapping[int, Outlier]) -> Explained:
-    """Note it of a `leg` that was decided just now; `outliers` by slot."""
+    """Note what explains `leg`, which was just decided. `outliers` is indexed by slot."""
     positions = [leg.picked] if leg.runner_up is None else [leg.picked, leg.runner_up]
     numbers: tuple[Sequence[float], ...] = ()
     most = 0
@@ -43,10 +44,11 @@ def explained(leg: Leg, outliers: Mapping[int, Outlier]) -> Explained:
 
 
 def explaining_headers(noted: Explained, failures: PluginFailures) -> dict[str, str]:
-    """Who was chosen, and why, for the client: printable ASCII of at most `HEADER_CHARACTERS_MAX`.
+    """Return the response headers that name the chosen endpoint and the reason.
 
-    E.g. `score 7, next 4, decided by prefix-cache-scorer, 9 of 9 blocks`; of a scorer of costs that
-    decides alone `added-time-scorer 0.12 s, next 0.31 s, decided by prefill, 9 of 9 blocks`.
+    Values are printable ASCII of at most `HEADER_CHARACTERS_MAX` characters. Example: `score 7,
+    next 4, decided by prefix-cache-scorer, 9 of 9 blocks`. If the only scorer computes a cost:
+    `added-time-scorer 0.12 s, next 0.31 s, decided by prefill, 9 of 9 blocks`.
     """
     leg, told = noted.leg, _costs(noted, failures)
     if len(told) != 1 or len(leg.scorers) != 1:
@@ -71,7 +73,7 @@ def _scores(noted: Explained) -> list[str]:
 
 
 def _costs(noted: Explained, failures: PluginFailures) -> list[str]:
-    """A phrase for each scorer that tells its cost; one that fails tells none."""
+    """Return a phrase for each scorer that computes a cost; a scorer that fails is left out."""
     leg = noted.leg
     if leg.costs is not None:
         return [_cost(cost, noted.marks) for cost in leg.costs]

@@ -1,10 +1,11 @@
-"""Plugins that fail: what is wrong with what they return, and who failed how often.
+"""Containment of plugin failures: checks of returned values, and a count of failures by plugin.
 
-A part that fails costs only what it adds (design D16). Whoever calls a plugin catches what it
-raises, checks what it returns, tells `PluginFailures` and goes on without it. That is every
-`BaseException`: here nothing is awaited, so that a `CancelledError` is the plugin's own, and past a
-guard it would end the task that decides, a `SystemExit` the process. Of an exception the type and the
-place are kept. Its message is not: it may quote a prompt or a header.
+A plugin that fails loses only its own contribution (design D16). Its caller catches what it raises,
+checks what it returns, reports to `PluginFailures` and continues without it. The caller catches
+every `BaseException`. Nothing is awaited here, so a `CancelledError` comes from the plugin itself.
+Uncaught, it would end the deciding task, and a `SystemExit` would end the process. Only the type
+and the place of an exception are recorded. Its message is not, because it may quote a prompt or a
+header.
 """
 
 import re
@@ -25,35 +26,35 @@ INTS: Final = np.dtype(np.int64)
 FLOATS: Final = np.dtype(np.float64)
 
 _HEADER_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-"""RFC 9110, 5.6.2."""
+"""Syntax of a header name (RFC 9110, 5.6.2)."""
 _NOT_IN_A_HEADER: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
-"""A gateway refuses the whole answer for one of these."""
+"""Characters that a gateway refuses in a header value; it then drops the whole response."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """What a signal handler raises while plugins run: no plugin's, and no guard keeps it.
+    """An interrupt that a signal handler raises while plugins run. Plugin guards let it pass.
 
-    `epp serve` has none while it serves: there the event loop takes the signals.
+    `epp serve` does not raise it while it serves, because the event loop handles signals there.
     """
 
 
 class FailingPlugin(Struct):
-    """One plugin that failed."""
+    """A plugin that failed at least once."""
 
     name: str
-    """In the configuration."""
+    """Name of the plugin in the configuration."""
     failures: int = 0
     what: str = ""
-    """What it did last: "score raised KeyError at near/near.py:14"."""
+    """Latest failure, such as "score raised KeyError at near/near.py:14"."""
 
 
 class PluginFailures:
-    """The plugins of one scheduler that failed, by name; as many as are configured at most."""
+    """The failed plugins of one scheduler, by name; bounded by the number of configured plugins."""
 
     def __init__(self) -> None:
         self._failing: dict[str, FailingPlugin] = {}
         self.so_far = 0
-        """Failures of all, of those that are configured no more too."""
+        """Total number of failures, including those of plugins that are no longer configured."""
 
     def __len__(self) -> int:
         return len(self._failing)
@@ -62,17 +63,19 @@ class PluginFailures:
         return iter(self._failing.values())
 
     def raised(self, name: str, verb: str, error: BaseException) -> None:
-        """`verb` of the plugin `name` did not return. Raises `error` if it is an `Interrupted`."""
+        """Record that method `verb` of plugin `name` raised. Raises `error` again if it is an
+        `Interrupted`.
+        """
         if isinstance(error, Interrupted):
             raise error
         self.add(name, f"{verb} raised {type(error).__name__}{place_of(error)}")
 
     def returned(self, name: str, verb: str, fault: str) -> None:
-        """`verb` of the plugin `name` returned what its contract does not allow."""
+        """Record that method `verb` of plugin `name` returned a value that its contract forbids."""
         self.add(name, f"{verb} returned {fault}")
 
     def add(self, name: str, what: str) -> None:
-        """Count one failure of the plugin `name`."""
+        """Count one failure of plugin `name`."""
         failing = self._failing.setdefault(name, FailingPlugin(name))
         failing.failures += 1
         self.so_far += 1
@@ -81,7 +84,7 @@ class PluginFailures:
     def call(
         self, name: str, verb: str, method: Callable[P, object], *given: P.args, **named: P.kwargs
     ) -> bool:
-        """Call `method`, which is `verb` of the plugin `name`; False if it failed."""
+        """Call `method`, which is `verb` of plugin `name`. Return False if it failed."""
         try:
             method(*given, **named)
         except BaseException as error:  # noqa: BLE001  the boundary of a plugin
@@ -90,46 +93,49 @@ class PluginFailures:
         return True
 
     def retain(self, names: Collection[str]) -> None:
-        """Forget all but `names`: the others are configured no more."""
+        """Forget all plugins except `names`; the others are no longer configured."""
         self._failing = {name: one for name, one in self._failing.items() if name in names}
 
 
-# What is wrong with a result, and what was expected; "" if nothing is.
+# Each of these functions describes what is wrong with a result and what was expected; "" if nothing
+# is wrong.
 
 
 def array_fault(found: object, dtype: "np.dtype[np.generic]", n: int) -> str:
-    """Expected is one `dtype` for each of `n` candidates."""
+    """Return what is wrong with `found`, which must be an array of `dtype` with shape (n,)."""
     if type(found) is ndarray and found.dtype == dtype and found.shape == (n,):
         return ""
     return f"{_kind(found)}, expected {dtype.name}[{n}]"
 
 
 def positions_fault(found: object, n: int) -> str:
-    """Expected are different positions among `n` candidates, at least one."""
+    """Return what is wrong with `found`, which must hold distinct positions below `n`, at least
+    one.
+    """
     if type(found) is not ndarray or found.dtype != INTS or found.ndim != 1:
         return f"{_kind(found)}, expected {INTS.name}[k]"
     positions = found.tolist()
     if len(positions) == 1 and 0 <= positions[0] < n:
         return ""
     if not positions:
-        return "nobody, expected at least one position"
+        return "no position, expected at least one"
     if min(positions) < 0 or max(positions) >= n:
         wrong = next(position for position in positions if not 0 <= position < n)
         return f"position {wrong}, expected positions from 0 to {n - 1}"
     if len(set(positions)) < len(positions):
-        return "a position twice, expected different ones"
+        return "a position twice, expected distinct positions"
     return ""
 
 
 def affinity_fault(found: object, slots: int) -> str:
-    """Expected is an `Affinity` of as many endpoint slots."""
+    """Return what is wrong with `found`, which must be an `Affinity` of `slots` endpoint slots."""
     if not isinstance(found, Affinity):
         return f"{_kind(found)}, expected Affinity"
     matched, total = found.matched, found.total
     if type(matched) is not ndarray or matched.dtype != INTS or matched.shape != (slots,):
         return f"an Affinity with matched = {array_fault(matched, INTS, slots)}"
     if type(total) is not int or total < 0:
-        return f"an Affinity with total = {_kind(total)}, expected int from 0 on"
+        return f"an Affinity with total = {_kind(total)}, expected int of 0 or more"
     for name, column in found.columns.items():
         fault = array_fault(column, FLOATS, slots)
         if fault:
@@ -138,16 +144,18 @@ def affinity_fault(found: object, slots: int) -> str:
 
 
 def headers_fault(found: object) -> str:
-    """Expected are headers that a gateway can set, by name."""
+    """Return what is wrong with `found`, which must map header names to values that a gateway can
+    set.
+    """
     if not isinstance(found, Mapping):
         return f"{_kind(found)}, expected a mapping of header names to values"
     for name, value in found.items():
         if not (isinstance(name, str) and isinstance(value, str)):
             return f"a header {_kind(name)}: {_kind(value)}, expected str: str"
         if not _HEADER_NAME.fullmatch(name):
-            return "a header whose name is none (RFC 9110, 5.6.2)"
+            return "a header with an invalid name (RFC 9110, 5.6.2)"
         if _NOT_IN_A_HEADER.search(value) or not _encodable(value):
-            return "a header with a character in its value that no header can carry"
+            return "a header with an invalid character in its value"
     return ""
 
 
@@ -160,18 +168,18 @@ def _encodable(value: str) -> bool:
 
 
 def _kind(found: object) -> str:
-    """`found` by its type alone: what it holds may be a client's."""
+    """Return the type of `found`, and never its content, which may come from a client."""
     if type(found) is ndarray:
         return f"{found.dtype.name}[{', '.join(map(str, found.shape))}]"
     return type(found).__name__
 
 
 def place_of(error: BaseException) -> str:
-    """Where it was raised, and where the plugin is that led there: " at near/near.py:14"."""
+    """Return where `error` was raised, and the plugin's line that led there: " at near/near.py:14"."""
     traceback = error.__traceback__
     if traceback is None or traceback.tb_next is None:
         return " when it was called"
-    # The first frame is the caller's, the second the plugin's.
+    # The first frame belongs to the caller, the second to the plugin.
     called = raised = traceback.tb_next
     while raised.tb_next is not None:
         raised = raised.tb_next
@@ -182,6 +190,6 @@ def place_of(error: BaseException) -> str:
 
 
 def _line(traceback: TracebackType) -> str:
-    """The last two parts of the path, and the line."""
+    """Return the last two parts of the path, and the line number."""
     path = traceback.tb_frame.f_code.co_filename.rsplit("/", 2)[-2:]
     return f"{'/'.join(path)}:{traceback.tb_lineno}"

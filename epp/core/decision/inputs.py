@@ -1,8 +1,10 @@
-"""What can happen to a scheduler, beside being asked to schedule: `Scheduler.take(input, now)`.
+"""The input events of a scheduler, for `Scheduler.take(input, now)`.
 
-Inputs are values, so that a log of them is a log, and a replay is a loop. Both shells, the trial of a
-configuration and the doing again of captured traffic make them; the capture hears each of them.
-A new one costs its struct, its handler in `Scheduler` and its test.
+Inputs are values, so they can be logged and replayed in a loop. Both shells, the trial of a
+configuration and the re-enactment of captured traffic create them. The capture records each of
+them.
+
+A new input needs its struct, its handler in `Scheduler` and a test.
 """
 
 from collections.abc import Sequence
@@ -20,69 +22,73 @@ from epp.core.types import Endpoint, EndpointMetrics, Seconds
 
 
 class PoolReplaced(Struct, frozen=True, gc=False):
-    """The pool is `endpoints` from now on."""
+    """The pool consists of `endpoints` from now on."""
 
     endpoints: Sequence[Endpoint]
 
 
 class PageScraped(Struct, frozen=True, gc=False):
-    """A good scrape of the endpoint in `slot`."""
+    """A successful scrape of the endpoint in `slot`."""
 
     slot: int
     metrics: EndpointMetrics
 
 
 class ScrapeFailed(Struct, frozen=True, gc=False, kw_only=True):
-    """The endpoint in `slot` was scraped in vain. Not `answered`: nobody was there in time."""
+    """A failed scrape of the endpoint in `slot`. `answered` is False if no response came in time."""
 
     slot: int
     answered: bool
 
 
 class LoadReported(Struct, frozen=True, gc=False):
-    """The response of `lease` says in `header` how loaded the endpoint that served it is."""
+    """A load report: the value of `header` in the response of `lease`, sent by the endpoint that
+    served it.
+    """
 
     lease: Lease
     header: str
 
 
 class OutputStarted(Struct, frozen=True, gc=False):
-    """A first chunk of the answer was seen: the prompt of `lease` is prefilled."""
+    """The first chunk of the answer arrived, so the prompt of `lease` is prefilled."""
 
     lease: Lease
 
 
 class ServedBy(Struct, frozen=True, gc=False):
-    """The gateway says that the endpoint at `address` ("ip:port") serves the request of `lease`."""
+    """The gateway reports that the endpoint at `address` ("ip:port") serves the request of `lease`."""
 
     lease: Lease
     address: str
 
 
 class RequestEnded(Struct, frozen=True, gc=False):
-    """The request of `lease` ended, one way or another; a second time does nothing."""
+    """The request of `lease` ended. A second such input for the lease has no effect."""
 
     lease: Lease
     outcome: Outcome
 
 
 class Reconfigured(Struct, frozen=True, gc=False):
-    """Decide by `settings` from the next request on.
+    """The scheduler uses `settings` from the next request on.
 
-    Indexes that can take their new settings keep what they know. Pool, leases and counters stay.
+    An index that can adopt its new settings keeps its content. The pool, leases and counters stay.
     """
 
     settings: SchedulerSettings
 
 
 class IndexMemoryLimited(Struct, frozen=True, gc=False):
-    """Memory is scarce: indexes that can limit theirs take at most `share` of what they may."""
+    """Memory is scarce: each index that can limit its memory uses at most `share` of its configured
+    maximum.
+    """
 
     share: float
 
 
 class PeerRecorded(Struct, frozen=True, gc=False):
-    """A peer noted `keys` for `slot` at `stamp`, in its index that is like `index` of ours."""
+    """A peer recorded `keys` for `slot` at `stamp`, in its counterpart of our `index`."""
 
     index: str
     keys: Sequence[bytes]
@@ -91,13 +97,13 @@ class PeerRecorded(Struct, frozen=True, gc=False):
 
 
 class PeersUnheard(Struct, frozen=True, gc=False):
-    """So many other pickers serve this pool and do not tell what they decide."""
+    """The number of other pickers that serve this pool and do not share their decisions."""
 
     replicas: int
 
 
 class EventsHeard(Struct, frozen=True, gc=False):
-    """The engine in `slot` says which blocks its rank `rank` holds from now on, or not any more."""
+    """KV-cache events of the engine in `slot`: blocks that its rank `rank` stored or removed."""
 
     slot: int
     events: Sequence[Event]
@@ -105,22 +111,24 @@ class EventsHeard(Struct, frozen=True, gc=False):
 
 
 class BlocksChanged(Struct, frozen=True, gc=False):
-    """What came of `EventsHeard`, for whoever knows no more: a capture has no tokens."""
+    """The block changes that followed from `EventsHeard`, for a reader that has no tokens, such as
+    a capture.
+    """
 
     slot: int
     changes: Sequence[Changed]
     cleared: bool = False
-    """Before that, all that it held was gone."""
+    """True if all blocks of the rank were cleared before these changes."""
     engine_block_tokens: int = 0
-    """The most that a block of the engine has."""
+    """Largest number of tokens in a block of the engine."""
     rank: int = 0
 
 
 class StreamChanged(Struct, frozen=True, gc=False):
-    """How much counts what the engine in `slot` says of one of its ranks.
+    """A new state of the KV event stream from one rank of the engine in `slot`.
 
-    `complete`: it told all that it holds there. A rank after the first of which there is no stream any
-    more is gone.
+    `complete` is True if the engine reported all blocks that the rank has cached. A rank other than
+    the first is removed when its stream ends.
     """
 
     slot: int
@@ -130,14 +138,16 @@ class StreamChanged(Struct, frozen=True, gc=False):
 
 
 class EventsVoided(Struct, frozen=True, gc=False):
-    """What the engine in `slot` said so far of one of its ranks does not hold; what was decided does."""
+    """The events received so far from one rank of the engine in `slot` are invalid; recorded
+    decisions stay.
+    """
 
     slot: int
     rank: int = 0
 
 
 class Tick(Struct, frozen=True, gc=False):
-    """About a second has passed: time for bounded housekeeping."""
+    """About a second passed; the scheduler does bounded housekeeping."""
 
 
 Input: TypeAlias = (
@@ -161,16 +171,18 @@ Input: TypeAlias = (
 
 
 class Effects(Struct, frozen=True):
-    """What came of an input, as far as whoever gave it must act on that."""
+    """The consequences of an input that the caller must act on."""
 
     set_aside: Endpoint | None = None
-    """This outcome was one failure too many: the endpoint gets nothing until its next good scrape."""
+    """Endpoint that reached the failure limit with this outcome, or None. It receives no requests
+    until its next successful scrape.
+    """
     restarted: tuple[str, ...] = ()
-    """Names of the indexes that had to start anew."""
+    """Names of the indexes that were reset."""
     moved: bool = False
-    """The request is counted somewhere else now, or nowhere."""
+    """True if the request now counts for another endpoint, or for none."""
     heard: Heard | None = None
-    """What came of events, in the first index that hears engines."""
+    """Result of KV-cache events in the first index that receives them, or None."""
 
 
 NO_EFFECTS = Effects()

@@ -1,12 +1,12 @@
-"""Scores that need not be asked for again.
+"""A cache of scores.
 
-Some hold longer than a request: of scorers that declare to read only what scrapes change
-(`KEPT_READS`). Such a one is asked again about the same candidates only once a column that it reads has
-changed; one that fails is asked at every decision. What is kept is final: clamped, and the
-unknown filled in. Nobody else sees the arrays that it is kept in.
+Scores of some scorers stay valid for several requests: those that declare to read only what scrapes
+change (`KEPT_READS`). Such a scorer runs again for the same candidates only after a column that it
+reads has changed. A scorer that failed runs at every decision. Cached scores are final: they are
+clamped, and unknown values are filled in. The cached arrays are never shared with plugins.
 
-Others were found a moment ago: what a profile that acts found of a request is lent to a second one
-that has the very same scorer.
+Other scores are borrowed. If the shadow profile has the very same scorer as the acting profile, it
+uses the scores that the acting profile just computed.
 """
 
 from collections import OrderedDict
@@ -20,11 +20,15 @@ from epp.core.knowledge.candidates import Candidates, Floats, Ints
 from epp.core.prompt.request import InferenceRequest
 
 SETS_MAX: Final = 4
-"""Sets of candidates of which scores are kept: all that are ready, and what filters leave of them."""
+"""Maximum number of candidate sets with cached scores: all ready endpoints, and what filters leave
+of them.
+"""
 MODELS_MAX: Final = 32
-"""Models of which each set keeps the scores of each scorer that reads the model."""
+"""Maximum number of models for which each candidate set caches scores of each scorer that reads the
+model.
+"""
 MODEL_LENGTH_MAX: Final = 256
-"""Nothing is kept of a longer name: a client may send any."""
+"""Length above which scores for a model name are not cached, because a client may send any name."""
 
 _NOBODY: Final[Ints] = np.empty(0, dtype=np.int64)
 _OUTDATED: Final = -1
@@ -37,35 +41,41 @@ class _Named(Protocol):
 
 
 class _Set:
-    """What is kept of one set of candidates."""
+    """The cached scores of one set of candidates."""
 
     __slots__ = ("by_model", "model", "scores", "seen", "version")
 
     def __init__(self, scorers: int, n: int) -> None:
         self.scores: Floats = np.zeros((scorers, n))
-        """The rows of scorers that say what they read, where `seen` says so."""
+        """Scores by scorer; a row is valid only for scorers that declare their reads and as `seen`
+        says.
+        """
         self.seen = [_OUTDATED] * scorers
-        """Row -> version of its columns when it was computed."""
+        """Version of a row's columns when the row was computed, by row."""
         self.version = _OUTDATED
-        """Version of all columns at which every such row was found to be up to date."""
+        """Version of all columns at which every such row was found up to date."""
         self.model = ""
-        """Of which the rows are whose scorers read the model."""
+        """Model for which the rows of scorers that read the model are valid."""
         self.by_model: OrderedDict[tuple[int, str], tuple[int, Floats | float]] = OrderedDict()
-        """(Row, model) -> version of its columns, scores."""
+        """Version of the columns and scores, by (row, model)."""
 
 
 class KeptScores:
-    """Of the scorers of one profile. They are pure functions of what they say that they read."""
+    """A cache of the scores of one profile's scorers, which are pure functions of their declared
+    reads.
+    """
 
     @classmethod
     def of(cls, scorers: Sequence[_Named], acting: Sequence[_Named] = ()) -> "KeptScores | None":
-        """None: of these nothing can be kept, nor taken over."""
+        """Return a cache, or None if no score of these scorers can be cached or borrowed."""
         made = cls(scorers, acting)
         return made if made._columns or made._lent else None
 
     def __init__(self, scorers: Sequence[_Named], acting: Sequence[_Named] = ()) -> None:
-        """`acting` are those of the profile that acts, where `scorers` are of a second one: what both
-        have is not kept, because it can be taken over.
+        """`scorers` belong to this profile; `acting` belong to the acting profile if this one is
+        the shadow.
+
+        Scores of scorers that both have are not cached, because they can be borrowed.
         """
         found = {id(scorer.plugin): row for row, scorer in enumerate(acting)}
         lent = {
@@ -75,7 +85,7 @@ class KeptScores:
         }
         self._lent = list(lent)
         self._lent_by = list(lent.values())
-        """Rows of the profile that acts, in the order of `_lent`."""
+        """Rows of the acting profile, in the order of `_lent`."""
         declared = ((row, scorer.plugin.abilities.reads) for row, scorer in enumerate(scorers))
         reads = {
             row: names
@@ -89,15 +99,17 @@ class KeptScores:
         self._never = tuple(row for row in range(len(scorers)) if row not in reads)
         self._scorers = len(scorers)
         self._sets: OrderedDict[bytes, _Set] = OrderedDict()
-        """By the slots of the candidates, least recently used first."""
+        """Candidate sets by the slots of the candidates, least recently used first."""
         self._slot = _NOBODY
         self._set = _Set(self._scorers, 0)
-        """The one of the candidates in `_slot`."""
+        """The set of the candidates in `_slot`."""
 
     def recall(
         self, request: InferenceRequest, candidates: Candidates
     ) -> tuple[Floats, Sequence[int]]:
-        """float64[scorers, n] to write on, and its rows that are still to be computed, ascending."""
+        """Return float64[scorers, n] to write to, and its rows that must still be computed,
+        ascending.
+        """
         if candidates.slot is not self._slot:
             self._find(candidates.slot)
         kept = self._set
@@ -123,9 +135,9 @@ class KeptScores:
     def take_over(
         self, request: InferenceRequest, candidates: Candidates, acting: Floats
     ) -> tuple[Floats, Sequence[int]]:
-        """As `recall`, with the rows that both profiles have besides.
+        """Return the same as `recall`, with the rows that both profiles share filled in.
 
-        `acting` is what the profile that acts found of the same request and candidates.
+        `acting` holds the scores of the acting profile for the same request and candidates.
         """
         lent = acting[self._lent_by]
         if len(lent) == self._scorers:
@@ -141,7 +153,9 @@ class KeptScores:
         candidates: Candidates,
         scores: Floats,
     ) -> None:
-        """`scores` is what the last `recall` has become; keep of its `rows` what may be kept."""
+        """Cache those of `rows` that may be cached. `scores` is the completed result of the last
+        `recall`.
+        """
         kept = self._set
         if kept.version != _OUTDATED:
             return
@@ -158,7 +172,9 @@ class KeptScores:
                     kept.by_model.popitem(last=False)
 
     def _find(self, slot: Ints) -> None:
-        """Make `_set` the one of the candidates in `slot`, by what it holds: filters make it anew."""
+        """Set `_set` to the set of the candidates in `slot`. It is found by content, because
+        filters copy arrays.
+        """
         self._slot = slot
         key = slot.tobytes()
         found = self._sets.get(key)

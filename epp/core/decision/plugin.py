@@ -1,15 +1,16 @@
-"""The whole extension surface: a few small protocols.
+"""The protocols that plugins implement.
 
 A plugin is a frozen `msgspec.Struct`. Its fields are its parameters, spelt as in the
-`EndpointPickerConfig` and checked on construction; `type_name` is its name there. It is a pure
-function of its arguments: no clock, no dice, no files. State that outlives a request belongs to an
-affinity index, which the scheduler owns and plugins only see as a column.
+`EndpointPickerConfig` and checked on construction; `type_name` is its name there. A plugin is a
+pure function of its arguments: it has no clock, no randomness and no files. State that outlives a
+request belongs to an affinity index. The scheduler owns the indexes, and plugins see each only as a
+column.
 
-What a plugin does besides its verb it declares as `abilities` (`epp/core/abilities`); nothing finds it
-out. Each protocol here below the verbs is one such ability.
+A plugin declares everything beyond its main method as `abilities` (`epp/core/abilities`). The
+protocols below `Filter`, `Scorer` and `Picker` correspond to these abilities.
 
-n is the number of candidates. A column that a plugin asks for is its own, to use as scratch, and so
-are the sums that a picker gets; `candidates.slot` cannot be written.
+n is the number of candidates. A plugin may write to a column that it requested, and a picker may
+write to the sums that it receives. `candidates.slot` is read-only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,11 +28,11 @@ from epp.core.types import Endpoint
 
 MODEL: Final = "model"
 KEPT_READS: Final = (*VERSIONED, MODEL)
-"""What `reads` of a scorer may name whose scores are kept until one of them changes."""
+"""Names in a scorer's `reads` for which its scores are cached until one of them changes."""
 PREFIX_READS: Final = ("matched_blocks", "total_blocks", "uncached_tokens", "cold")
-"""What the default prefix index fills: it is made for whoever reads any of them."""
+"""Columns that the default prefix index fills; it is created if any plugin reads one of them."""
 TOKEN_READS: Final = ("token_ids", "token_media", "known_tokens")
-"""What a request has to wait for where a `token-producer` finds it out."""
+"""Request fields that a `token-producer` fills; requests wait for them."""
 READABLE: Final = tuple(
     dict.fromkeys(
         (
@@ -43,11 +44,13 @@ READABLE: Final = tuple(
         )
     )
 )
-"""What `reads` may name: columns of the candidates, fields of the request and of its moment."""
+"""Names that `reads` may contain: columns of the candidates, fields of the request and of its
+moment.
+"""
 
 
 class Filter(Plugin, Protocol):
-    """Says who may serve."""
+    """A filter, which drops candidates that must not serve a request."""
 
     def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
         """Return bool[n], true for each candidate that stays. Never called with n = 0."""
@@ -55,130 +58,144 @@ class Filter(Plugin, Protocol):
 
 
 class HoldsRequests(Protocol):
-    """A filter that has requests wait before they are placed, where there is a line to wait in."""
+    """A filter that can delay requests before placement, if the picker has a waiting line."""
 
     def holds(self, request: InferenceRequest, candidates: Candidates, /) -> bool:
-        """Whether `request` is to wait now. Never called with n = 0.
+        """Return whether `request` must wait now. Never called with n = 0.
 
-        `candidates`: all that are ready, before filters; no index was asked of them.
+        `candidates` are all ready endpoints, before filters and without index lookups.
         """
         ...
 
 
 class Scorer(Plugin, Protocol):
-    """Says how much it prefers each."""
+    """A scorer, which rates each candidate."""
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats | None:
-        """Return float64[n] in [0, 1]; NaN where the column it needs is unknown.
+        """Return float64[n] in [0, 1], with NaN where the column that it needs is unknown.
 
-        None says the same as NaN for all, sooner. Never called with n = 0. The framework clamps,
-        and gives an unknown candidate the median of the known ones, or 0.5 when none is known: a
-        scorer only lets NaN through.
+        None has the same meaning as NaN for all candidates, and is faster. Never called with n = 0.
+        The framework clamps the scores. It replaces an unknown score by the median of the known
+        ones, or by 0.5 if none is known, so a scorer only passes NaN on.
         """
         ...
 
 
 class TellsCost(Protocol):
-    """A scorer that prefers whoever costs least, and can say what the cost is made of.
+    """A scorer that prefers the lowest cost and can return the parts of the cost.
 
-    Its scores fall with the cost, by as much for each unit of it, wherever the cost is finite: so what
-    any candidate cost can be told by its score and by the costs of two others.
+    The scores must fall linearly with the cost wherever the cost is finite. The cost of any
+    candidate can then be computed from its score and from the costs of two others.
 
-    A class may also have `first_token_parts`, a tuple of names: of the parts that the request itself waits
-    through before its first token. Their sum is then reported as the expected time to first token.
+    A class may also have `first_token_parts`, a tuple of names of parts. These are the parts that
+    the request waits through before its first token. Their sum is reported as the expected time to
+    first token.
     """
 
     cost_unit: ClassVar[str]
-    """Of all parts, such as "s"."""
+    """Unit of all parts, such as "s"."""
 
     def cost_parts(
         self, request: InferenceRequest, candidates: Candidates, /
     ) -> Mapping[str, Floats]:
-        """What adds up to the cost of each candidate: a name -> float64[n], in `cost_unit`.
+        """Return the parts of each candidate's cost: name -> float64[n], in `cost_unit`.
 
-        As a rule this is asked after the decision, of the chosen candidate and the next best, which are
-        built again from the numbers that were kept of them (`NUMBERS`), and of a third that stands in for
-        the one with the greatest match. The request then has its model and its numbers, and no prompt.
-        Where a cost may depend on more than that (adapters, peers that are not heard, reports that are
-        missing or old), it is asked of all candidates during the decision.
+        The framework usually calls this after the decision, for the chosen candidate and the
+        runner-up. Both are rebuilt from their stored numbers (`NUMBERS`). A third candidate stands
+        in for the one with the longest match. The request then has its model and its numbers, but
+        no prompt. If a cost may depend on more than these numbers, the framework calls this during
+        the decision, for all candidates. Examples are adapters, peers that do not share, and load
+        reports that are missing or old.
         """
         ...
 
 
 class MarksResponses(Plugin, Protocol):
-    """A filter, a scorer, or what is nothing else, that wants headers on the response."""
+    """A plugin that sets headers on the response: a filter, a scorer, or a plugin for headers
+    alone.
+    """
 
     def response_headers(
         self, request: InferenceRequest, endpoint: Endpoint, served: str, /
     ) -> Mapping[str, str]:
-        """Headers to set on the response to `request`, which was sent to `endpoint`.
+        """Return headers to set on the response to `request`, which was routed to `endpoint`.
 
-        `served`: the address that the gateway says it is from, "" if it does not say.
+        `served` is the address that the gateway reports as the origin of the response, or "" if it
+        reports none.
         """
         ...
 
 
 class MarksRequests(Plugin, Protocol):
-    """A filter, a scorer, or what is nothing else, that wants headers on the request."""
+    """A plugin that sets headers on the request: a filter, a scorer, or a plugin for headers alone."""
 
     own_headers: ClassVar[tuple[str, ...]]
-    """Lower-case names of those that it sets: a client's are removed."""
+    """Lower-case names of the headers that it sets; headers of that name from a client are removed.
+    """
 
     def request_headers(
         self, request: InferenceRequest, candidates: Candidates, endpoint: Endpoint, /
     ) -> Mapping[str, str]:
-        """Of `own_headers` those to set on `request`, which is sent to `endpoint`.
+        """Return the headers among `own_headers` to set on `request`, which is routed to
+        `endpoint`.
 
-        `candidates`: all that were ready, before filters. Of the request there is no prompt any more.
+        `candidates` are all ready endpoints, before filters. The request no longer has its prompt.
         """
         ...
 
 
 class ChoosesRanks(Plugin, Protocol):
-    """Says which rank of an endpoint with several serves a request, in a header for its engine."""
+    """A plugin that selects the data-parallel rank of an endpoint, and names it in a header for the
+    engine.
+    """
 
     rank_header: ClassVar[str]
-    """Lower-case name of the header that it sets: a client's is removed."""
+    """Lower-case name of the header that it sets; a client's header of that name is removed."""
 
     def rank_of(self, held_tokens: Sequence[int], sent: Sequence[int], /) -> int | None:
-        """The rank of the endpoint that was picked; None: its engine is to choose.
+        """Return the rank of the picked endpoint that must serve, or None if the engine chooses.
 
-        `held_tokens`: of the prompt, that each rank is believed to hold. `sent`: requests that this picker
-        has sent to each by the header, and that have not ended. Both have two members or more.
+        `held_tokens` are the prompt tokens that each rank is estimated to have cached. `sent` are
+        the running requests that this picker sent to each rank by the header. Both have at least
+        two members.
         """
         ...
 
 
 class Picker(Plugin, Protocol):
-    """Chooses from the weighted sums."""
+    """A picker, which chooses endpoints by their weighted sums."""
 
     def pick(
         self, scores: Floats, candidates: Candidates, random: Random, rotation: int, /
     ) -> Ints:
         """Return int[k], k >= 1: positions among the candidates, the destination first.
 
-        `scores` is float64[n] without NaN. `rotation` counts decisions; ties rotate by it.
+        `scores` is float64[n] without NaN. `rotation` counts decisions and breaks ties round robin.
         """
         ...
 
 
 class GoesBySessions(Protocol):
-    """A scorer to which a session matters as long as sessions come again (`sessions_return`)."""
+    """A scorer that uses sessions only while clients return to them (`sessions_return`)."""
 
     def session_of(self, request: InferenceRequest, /) -> str:
-        """What `request` names as its session; "" if nothing, or if it does not matter now."""
+        """Return the session that `request` names, or "" if it names none or sessions do not matter
+        now.
+        """
         ...
 
 
 class ReadsIndex(Protocol):
-    """A filter or scorer that needs an affinity index; one that is missing is made for it."""
+    """A filter or scorer that needs an affinity index. The framework creates a missing index."""
 
     producer_type: ClassVar[str]
-    """The type to make it of."""
+    """Type of the index to create."""
 
     @property
     def producer(self) -> str | None:
-        """Name of the index, "" for the default prefix index; None: these parameters need none."""
+        """Return the name of the index, "" for the default prefix index, or None if these
+        parameters need none.
+        """
         ...
 
 
@@ -192,7 +209,7 @@ _MEMBERS: Final[Mapping[str, tuple[str, ...]]] = {
     "chooses_ranks": ("rank_header", "rank_of"),
     "tells_cost": ("cost_unit", "cost_parts"),
 }
-"""What a plugin has for an ability, and for nothing else."""
+"""Members that a plugin has if and only if it declares the ability."""
 _NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     **_MEMBERS,
     "reads_session_tokens": ("reads_tokens",),
@@ -207,21 +224,25 @@ _NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "names_sessions": ("session_in",),
     "limits_memory": ("memory_max_bytes",),
 }
-"""What a plugin, or the settings of an index, must have for each ability that it declares."""
+"""Members that a plugin, or the settings of an index, must have for each ability that it declares.
+"""
 _DECLARED_ONLY: Final = ("reads", "sheds_load")
-"""Abilities that are nothing but declared."""
+"""Abilities that exist only as declarations."""
 
 
 def declaration_fault(kind: type[Any]) -> str | None:
-    """What is wrong with what the class of a plugin declares, to come behind its name; None: nothing."""
+    """Return what is wrong with the declaration of a plugin class, to follow its name; None if
+    nothing is.
+    """
     members = set(dir(kind))
     missing = "abilities" not in members or not isinstance(kind.abilities, Abilities)
-    # What an index can do is never left to the defaults: peers and metrics would go without it.
+    # An index must declare its abilities explicitly. With the defaults, peers and metrics would
+    # miss it.
     if missing or ("open" in members and kind.abilities is Parameters.abilities):
-        return "declares no abilities, expected Abilities as a class variable"
+        return "declares no abilities; it needs a class variable `abilities` of type Abilities"
     for name in _DECLARED_ONLY:
         if name in members:
-            return f"has a class variable {name}, expected it in its abilities"
+            return f"has a class variable {name}, which belongs in its abilities"
     reads: object = kind.abilities.reads
     if reads is not None and not (isinstance(reads, tuple) and set(reads) <= set(READABLE)):
         return f"reads {reads!r}, expected a tuple of names among {', '.join(READABLE)}"
@@ -229,25 +250,27 @@ def declaration_fault(kind: type[Any]) -> str | None:
     for ability, names in _NEEDED.items():
         lacking = [name for name in names if name not in members]
         if declared[ability] and lacking:
-            return f"declares {ability}, and has no {', '.join(lacking)}"
+            return f"declares {ability} but has no {', '.join(lacking)}"
     for ability, names in _MEMBERS.items():
         if not declared[ability] and members.issuperset(names):
-            return f"has {', '.join(names)}, expected {ability}=True in its abilities"
+            return f"has {', '.join(names)} but does not declare {ability}=True in its abilities"
     return None
 
 
 def may_read_prefix(abilities: Abilities) -> bool:
-    """Whether a filter, scorer or picker reads the default prefix index, as far as it declares."""
+    """Return whether a filter, scorer or picker may read the default prefix index, by its
+    declaration.
+    """
     return _may_read(abilities, PREFIX_READS)
 
 
 def may_read_tokens(abilities: Abilities) -> bool:
-    """Whether a filter, scorer or picker reads the ids of tokens, as far as it declares."""
+    """Return whether a filter, scorer or picker may read token ids, by its declaration."""
     return _may_read(abilities, TOKEN_READS)
 
 
 def _may_read(abilities: Abilities, names: tuple[str, ...]) -> bool:
     if abilities.reads is None:
-        # The index that it reads is the one that it names.
+        # Such a plugin reads only the index that it names.
         return not abilities.reads_index
     return not set(names).isdisjoint(abilities.reads)

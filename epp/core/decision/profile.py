@@ -1,7 +1,7 @@
-"""A scheduling profile: which filters, which scorers with which weights, which picker.
+"""A scheduling profile: filters, scorers with weights, and a picker.
 
-A plugin that fails costs only what it adds: its filter keeps everybody, its score is unknown for
-everybody, in place of its picker the highest sum is taken.
+A plugin that fails loses only its own contribution. A filter that fails keeps every candidate. A
+scorer that fails gives every candidate an unknown score. If the picker fails, the highest sum wins.
 """
 
 import math
@@ -39,26 +39,27 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint
 
 UNKNOWN: Final = 0.5
-"""The score of everybody where a scorer knows nothing of anybody."""
+"""Score of every candidate if a scorer knows none of them."""
 
 _TIE: Final = 1.0 - 1e-9
-"""Sums closer than this to the best are the same preference: they differ by rounding."""
+"""Factor of the best sum above which another sum counts as a tie, because they differ by rounding.
+"""
 
 _LEAST: Final = np.zeros(())
 _MOST: Final = np.ones(())
 
 
 class NamedFilter(Struct, frozen=True):
-    """A filter under the name it has in the configuration."""
+    """A filter with its name in the configuration."""
 
     name: str
     plugin: Filter
 
 
 class WeightedScorer(Struct, frozen=True):
-    """A scorer under its name in the configuration, with its weight.
+    """A scorer with its name in the configuration and its weight.
 
-    Raises `ValueError` for a weight that is none.
+    Raises `ValueError` for a weight that is negative or not finite.
     """
 
     name: str
@@ -68,19 +69,19 @@ class WeightedScorer(Struct, frozen=True):
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and self.weight >= 0):
             raise ValueError(
-                f"the weight of scorer {self.name} must be finite and at least 0, is {self.weight}"
+                f"the weight of scorer {self.name} is {self.weight}; it must be finite and at least 0"
             )
 
 
 class NamedResponder(Struct, frozen=True):
-    """What only sets headers, on responses or on requests, under the name it has in the configuration."""
+    """A plugin that only sets headers on responses or requests, with its name in the configuration."""
 
     name: str
     plugin: MarksResponses | MarksRequests | ChoosesRanks
 
 
 class Marker(Struct, frozen=True):
-    """A plugin that sets headers on responses, under its name in the configuration."""
+    """A plugin that sets headers on responses, with its name in the configuration."""
 
     name: str
     plugin: MarksResponses
@@ -89,7 +90,7 @@ class Marker(Struct, frozen=True):
     def response_headers(
         self, request: InferenceRequest, endpoint: Endpoint, served: str
     ) -> Mapping[str, str]:
-        """As of `MarksResponses`; none, if the plugin fails."""
+        """Return the headers of `MarksResponses.response_headers`, or {} if the plugin fails."""
         return _headers(
             self,
             "response_headers",
@@ -99,7 +100,7 @@ class Marker(Struct, frozen=True):
 
 
 class RequestMarker(Struct, frozen=True):
-    """A plugin that sets headers on requests, under its name in the configuration."""
+    """A plugin that sets headers on requests, with its name in the configuration."""
 
     name: str
     plugin: MarksRequests
@@ -108,7 +109,7 @@ class RequestMarker(Struct, frozen=True):
     def request_headers(
         self, request: InferenceRequest, candidates: Candidates, endpoint: Endpoint
     ) -> Mapping[str, str]:
-        """As of `MarksRequests`; none, if the plugin fails."""
+        """Return the headers of `MarksRequests.request_headers`, or {} if the plugin fails."""
         return _headers(
             self,
             "request_headers",
@@ -120,7 +121,7 @@ class RequestMarker(Struct, frozen=True):
         fault = headers_fault(found)
         if fault or set(cast(Mapping[str, str], found)) <= set(self.plugin.own_headers):
             return fault
-        return "a header that is none of its own"
+        return "a header that is not in its own_headers"
 
 
 def _headers(
@@ -129,7 +130,7 @@ def _headers(
     ask: Callable[[], Mapping[str, str]],
     fault_of: Callable[[object], str],
 ) -> Mapping[str, str]:
-    """What `ask` of the plugin gives; none, if it raises or gives what has a fault."""
+    """Return the result of `ask`, or {} if it raises or its result is faulty."""
     try:
         found = ask()
         fault = fault_of(found)
@@ -143,17 +144,17 @@ def _headers(
 
 
 class Kept(Struct, frozen=True, gc=False):
-    """What the filters left, and whom each of them dropped."""
+    """The candidates that the filters left, and the endpoints that each filter dropped."""
 
     candidates: Candidates
     dropped: dict[str, Ints]
-    """Name of the filter -> slots of the endpoints that it dropped."""
+    """Slots of the endpoints that each filter dropped, by name of the filter."""
     shed_by: str = ""
-    """The filter that left nobody and sheds load, if one did."""
+    """Name of the load-shedding filter that dropped the last candidate, or ""."""
 
     @property
     def eliminated(self) -> dict[str, int]:
-        """How many each of them dropped."""
+        """Return the number of endpoints that each filter dropped, by name of the filter."""
         return {name: len(slots) for name, slots in self.dropped.items()}
 
 
@@ -161,32 +162,32 @@ class Scored(Struct, frozen=True, gc=False):
     """Scores of n candidates."""
 
     total: Floats
-    """float64[n], the weighted sums."""
+    """Weighted sums, float64[n]."""
     scores: Floats
-    """float64[scorers, n] in [0, 1], in profile order."""
+    """Scores in [0, 1], float64[scorers, n], in profile order."""
     weights: Floats
-    """float64[scorers]."""
+    """Weights, float64[scorers]."""
 
     @classmethod
     def of(cls, scores: Floats, weights: Floats) -> "Scored":
-        """Of scores without unknown ones."""
+        """Return the weighted sums of `scores`, which must have no NaN."""
         return cls(weighted_sums(weights, scores), scores, weights)
 
     @property
     def parts(self) -> Floats:
-        """float64[scorers, n]: what each scorer adds to each sum."""
+        """Return float64[scorers, n]: the contribution of each scorer to each sum."""
         return self.scores * self.weights[:, np.newaxis]
 
     def parts_of(self, position: int) -> list[float]:
-        """What each scorer adds to the sum of one candidate."""
+        """Return the contribution of each scorer to the sum of one candidate."""
         parts: list[float] = (self.scores[:, position] * self.weights).tolist()
         return parts
 
 
 class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
-    """Filters run in order, scores are added up weighted, the picker chooses.
+    """A profile that runs its filters in order, adds up weighted scores and lets the picker choose.
 
-    Raises `ValueError` when no scorer has a weight above 0: such a profile prefers nobody.
+    Raises `ValueError` if all weights are 0, because such a profile has no preference.
     """
 
     name: str
@@ -198,21 +199,23 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
 
     def __post_init__(self) -> None:
         if self.scorers and not any(scorer.weight > 0 for scorer in self.scorers):
-            raise ValueError(f"the weights of profile {self.name} are all 0: no scorer counts")
+            raise ValueError(
+                f"all weights of profile {self.name} are 0; at least one must be above 0"
+            )
 
     @property
     def members(self) -> tuple[NamedFilter | WeightedScorer, ...]:
-        """Filters and scorers, in the order in which they run."""
+        """Return filters and scorers, in the order in which they run."""
         return (*self.filters, *self.scorers)
 
     @property
     def plugin_names(self) -> tuple[str, ...]:
-        """Of filters, scorers, the picker and what answers, as in the configuration."""
+        """Return the configured names of the filters, scorers, picker and responders."""
         others = (responder.name for responder in self.responders)
         return (*(member.name for member in self.members), self.picker_name, *others)
 
     def markers(self, failures: PluginFailures) -> tuple[Marker, ...]:
-        """The filters, scorers and others that set headers on responses."""
+        """Return the plugins that set headers on responses."""
         return tuple(
             Marker(member.name, cast("MarksResponses", member.plugin), failures)
             for member in (*self.members, *self.responders)
@@ -220,7 +223,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         )
 
     def request_markers(self, failures: PluginFailures) -> tuple[RequestMarker, ...]:
-        """The filters, scorers and others that set headers on requests."""
+        """Return the plugins that set headers on requests."""
         return tuple(
             RequestMarker(member.name, cast("MarksRequests", member.plugin), failures)
             for member in (*self.members, *self.responders)
@@ -228,7 +231,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         )
 
     def rank_chooser(self, failures: PluginFailures) -> RankChooser | None:
-        """The first that chooses ranks; None: engines do."""
+        """Return the first plugin that selects ranks, or None if engines do."""
         return next(
             (
                 RankChooser(one.name, cast("ChoosesRanks", one.plugin), failures)
@@ -240,7 +243,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def tellers(self) -> tuple[TellsCost | None, ...]:
-        """Those of the scorers that can say what their cost is made of, None in the place of others."""
+        """Return, for each scorer, the scorer itself if it computes costs, else None."""
         plugins = [scorer.plugin for scorer in self.scorers]
         return tuple(
             cast("TellsCost", one) if one.abilities.tells_cost else None for one in plugins
@@ -248,7 +251,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def holders(self) -> tuple[tuple[str, HoldsRequests], ...]:
-        """The filters that have requests wait, with their names."""
+        """Return the filters that can delay requests, with their names."""
         return tuple(
             (named.name, cast("HoldsRequests", named.plugin))
             for named in self.filters
@@ -258,14 +261,14 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
     def holds(
         self, request: InferenceRequest, candidates: Candidates, failures: PluginFailures
     ) -> bool:
-        """Whether any filter has `request` wait; one that fails does not."""
+        """Return whether any filter delays `request`; a filter that fails does not."""
         for name, plugin in self.holders:
             try:
                 found: object = plugin.holds(request, candidates)
             except BaseException as error:  # noqa: BLE001  the boundary of a plugin
                 failures.raised(name, "holds", error)
                 continue
-            # What numpy compares to is as good.
+            # A numpy comparison returns np.bool_.
             if not isinstance(found, bool | np.bool_):
                 failures.returned(name, "holds", f"{type(found).__name__}, expected bool")
             elif found:
@@ -275,12 +278,14 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
     def filter(
         self, request: InferenceRequest, candidates: Candidates, failures: PluginFailures
     ) -> Kept:
-        """Run the filters; stop when nobody is left. One that fails keeps everybody."""
+        """Run the filters and stop when no candidate is left. A filter that fails keeps every
+        candidate.
+        """
         gone: dict[str, Ints] = {}
         for named in self.filters:
             try:
                 keep = named.plugin.keep(request, candidates)
-                # Of another type it would be taken for positions.
+                # An array of another type would be used as positions.
                 fault = array_fault(keep, BOOLS, len(candidates))
             except BaseException as error:  # noqa: BLE001  the boundary of a plugin
                 failures.raised(named.name, "keep", error)
@@ -307,11 +312,12 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         kept: KeptScores | None = None,
         acting: Floats | None = None,
     ) -> Scored:
-        """Clamp each score to [0, 1], give the unknown the median of the known, weigh, add up.
+        """Clamp each score to [0, 1], replace unknown ones by the median of the known, weigh and
+        add up.
 
-        To a scorer that fails everybody is unknown. What is in `kept`, which is of this profile, is
-        not asked for again, nor what it can take over of `acting`: the scores that another profile
-        found of the same request and candidates.
+        If a scorer fails, all its scores are unknown. `kept` is this profile's cache: its valid
+        scores are not computed again. `acting` are scores of another profile for the same request
+        and candidates, and the cache may borrow from them.
         """
         n = len(candidates)
         shape = (n,)
@@ -332,7 +338,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
                 failures.raised(scorer.name, "score", error)
                 scores[row] = UNKNOWN
                 continue
-            # Spelt out: a call for what is nearly always right would cost half as much again.
+            # Inlined, because a call for the usual case would cost half as much again.
             if type(found) is ndarray and found.dtype == FLOATS and found.shape == shape:
                 scores[row] = found
                 computed.append(row)
@@ -342,11 +348,13 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
                 computed.append(row)
             else:
                 failures.returned(scorer.name, "score", array_fault(found, FLOATS, n))
-        # At the length of a pool np.clip, the function, costs four times as much, and floats twice.
+        # For arrays as long as a pool, np.clip costs four times as much; Python floats as bounds
+        # cost twice as much.
         np.maximum(scores, _LEAST, out=scores)
         np.minimum(scores, _MOST, out=scores)
         total = weighted_sums(self._weights, scores)
-        # Where there is a NaN, argmax leads to it: one cheap test of every score.
+        # argmax returns the position of a NaN if there is one, which makes this a cheap test of all
+        # scores.
         if n and math.isnan(total.item(total.argmax())):
             for one in scores:
                 fill_unknown(one)
@@ -367,12 +375,12 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
         rotation: int,
         failures: PluginFailures,
     ) -> Ints:
-        """Positions among the candidates, the destination first; at least one.
+        """Return positions among the candidates, the destination first; at least one.
 
-        In place of a picker that fails the highest sum is taken, in turn where several tie for it.
+        If the picker fails, the highest sum is picked, round robin among ties.
         """
         try:
-            # A copy: the sums explain the decision later, whatever the picker does to them.
+            # The picker gets a copy, because the sums explain the decision later.
             picked = self.picker.pick(scores.copy(), candidates, random, rotation)
             fault = positions_fault(picked, len(scores))
         except BaseException as error:  # noqa: BLE001  the boundary of a plugin
@@ -387,31 +395,32 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
 
 
 def weighted_sums(weights: Floats, scores: Floats) -> Floats:
-    """float64[n] of `scores`, float64[scorers, n]."""
+    """Return float64[n], the sums of `scores`, float64[scorers, n], weighted by `weights`."""
     if len(scores) == 1:
-        # The same numbers, at a third of what einsum takes at the length of a pool.
+        # This gives the same numbers in a third of the time that einsum takes for arrays as long as
+        # a pool.
         alone: Floats = scores[0] if weights.item() == 1.0 else scores[0] * weights
         return alone
-    # Not a product of matrices: BLAS rounds differently from machine to machine.
+    # A matrix product is avoided, because BLAS rounds differently on different machines.
     total: Floats = np.einsum("i,ij->j", weights, scores)
     return total
 
 
 def highest(scores: Floats) -> Ints:
-    """Positions of all that tie for the highest of `scores`, ascending; at least one."""
+    """Return the positions of all ties for the highest of `scores`, ascending; at least one."""
     best = scores.item(scores.argmax())
     tied: Ints = (scores >= best * _TIE).nonzero()[0]
     return tied
 
 
 def fill_unknown(scores: Floats) -> None:
-    """Replace NaN in place by the median of the rest; by `UNKNOWN` if there is no rest."""
+    """Replace NaN in place by the median of the rest, or by `UNKNOWN` if there is no rest."""
     unknown: Bools = np.isnan(scores)
     if unknown[unknown.argmin()]:
         scores.fill(UNKNOWN)
         return
     known = scores[~unknown]
-    # At the length of a pool numpy's median costs twenty times as much.
+    # For arrays as long as a pool, numpy's median takes twenty times as long.
     known.sort()
     middle = len(known) // 2
     scores[unknown] = (known[middle] + known[-1 - middle]) / 2

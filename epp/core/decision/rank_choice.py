@@ -1,4 +1,4 @@
-"""Which data-parallel rank of the endpoint that was picked serves a request, and why none is named."""
+"""The choice of the data-parallel rank that serves a request at the picked endpoint."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -10,23 +10,23 @@ from epp.core.decision.plugin import ChoosesRanks
 
 
 class RankChoice(StrEnum):
-    """What came of choosing among several ranks; where none is named the engine chooses."""
+    """The outcome of choosing among several ranks. If no rank is named, the engine chooses."""
 
     NAMED = "named"
     UNHELD = "unheld"
-    """None of them holds any of the prompt."""
+    """No rank has any of the prompt cached."""
     ALIKE = "alike"
-    """None holds so much more than the others that it matters to the plugin."""
+    """No rank has enough more cached than the others to matter to the plugin."""
     CROWDED = "crowded"
-    """The one that would have been named was sent too many requests already."""
+    """The best rank already received too many requests."""
     FALLBACK = "fallback"
-    """An endpoint that may serve in place of the one that was picked has not that rank."""
+    """A fallback endpoint does not have that rank."""
     FAILED = "failed"
-    """The plugin or the index did."""
+    """The plugin or the index failed."""
 
 
 class RankChooser(Struct, frozen=True):
-    """The plugin that chooses ranks, under its name in the configuration."""
+    """The plugin that chooses ranks, with its name in the configuration."""
 
     name: str
     plugin: ChoosesRanks
@@ -35,7 +35,7 @@ class RankChooser(Struct, frozen=True):
     def choose(
         self, held_tokens: Sequence[int], sent: Sequence[int]
     ) -> tuple[int | None, RankChoice]:
-        """As of `ChoosesRanks`, and what that came to."""
+        """Return the rank that `ChoosesRanks.rank_of` selects, and the outcome."""
         failed_before = self.failures.so_far
         rank = self._rank_of(held_tokens, sent)
         if rank is not None:
@@ -44,12 +44,12 @@ class RankChooser(Struct, frozen=True):
             return None, RankChoice.FAILED
         if not any(held_tokens):
             return None, RankChoice.UNHELD
-        # A plugin is a function of what it is given: what it says of idle ranks tells why.
+        # A plugin is a function of its arguments, so its answer for idle ranks shows the reason.
         idle = self._rank_of(held_tokens, [0] * len(sent))
         return None, RankChoice.ALIKE if idle is None else RankChoice.CROWDED
 
     def _rank_of(self, held_tokens: Sequence[int], sent: Sequence[int]) -> int | None:
-        """None, if the plugin fails."""
+        """Return None if the plugin fails."""
         try:
             rank: object = self.plugin.rank_of(held_tokens, sent)
         except BaseException as error:  # noqa: BLE001  the boundary of a plugin

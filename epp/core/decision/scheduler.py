@@ -1,8 +1,9 @@
-"""The straight line, and what happens to it.
+"""The scheduler: one function that places a request, and handlers for every other event.
 
-A shell calls `take` with an input (`core/decision/inputs`) and `schedule`, and nothing else; where
-there are peers, `core/peers` also asks `share`. Both run to completion and are told `now`, so the
-same calls with the same seed give the same decisions, in production and in the simulator.
+A shell calls only `take`, with an input (`core/decision/inputs`), and `schedule`. If there are
+peers, `core/peers` also calls `share`. Both functions run to completion and receive the time as
+`now`. The same calls with the same seed therefore give the same decisions, in production and in the
+simulator.
 """
 
 from collections import deque
@@ -86,28 +87,28 @@ from epp.core.types import (
 )
 
 SENT_MAX: Final = 16_384
-"""Decisions that wait to be told to peers: of more the oldest are not told."""
+"""Maximum number of decisions queued for peers; the oldest are dropped when the queue is full."""
 
 
 class Decision(Struct, frozen=True, kw_only=True, gc=False):
-    """Where a request goes, and what is answered with it."""
+    """The placement of a request, and the headers that go with it."""
 
     account: Account
-    """Why it goes there."""
+    """Record of the decision, with its reasons."""
     leg: Leg
-    """The first of the account's legs: the endpoint that the gateway sends the request to."""
+    """First of the record's legs: the endpoint that the gateway sends the request to."""
     markers: tuple[Marker, ...] = ()
-    """The plugins that set headers on the response."""
+    """Plugins that set headers on the response."""
     request_markers: tuple[RequestMarker, ...] = ()
-    """Those that set headers on the request."""
+    """Plugins that set headers on the request."""
     offered: Candidates | None = None
-    """All that were ready, before filters; None: nobody asks."""
+    """Candidates before filtering, or None if no plugin needs them."""
     rank_chooser: RankChooser | None = None
-    """What would say which rank of the endpoint serves; None: nothing does."""
+    """Plugin that selects a data-parallel rank, or None if none is configured."""
 
     @property
     def number(self) -> int:
-        """Counts decisions of this scheduler from 1."""
+        """Return the number of the decision; the scheduler counts its decisions from 1."""
         return self.account.number
 
     @property
@@ -120,23 +121,25 @@ class Decision(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def predicted_tokens(self) -> int:
-        """Tokens of the prompt that the endpoint is believed to have held where the request is now."""
+        """Return the prompt tokens that the current endpoint was estimated to have cached when the
+        request was placed.
+        """
         leg = self.leg
         tokens = leg.request.prompt_tokens
         return predicted_tokens(leg.lease.matched_blocks, leg.block_tokens, tokens)
 
     @property
     def rank(self) -> int | None:
-        """Of the endpoint, that is told to serve; None: its engine chooses."""
+        """Return the data-parallel rank that must serve the request, or None if the engine chooses."""
         return self.leg.rank
 
     @property
     def marks_requests(self) -> bool:
-        """A plugin sets headers on requests, if not on this one."""
+        """Return whether any plugin sets headers on requests, even if not on this one."""
         return bool(self.request_markers) or self.rank_chooser is not None
 
     def request_headers(self) -> dict[str, str]:
-        """Headers to set on the request; asked for before anything else is decided."""
+        """Return the headers to set on the request. Call this before the scheduler decides again."""
         found: dict[str, str] = {}
         if self.offered is not None:
             for marker in self.request_markers:
@@ -148,16 +151,17 @@ class Decision(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def own_request_headers(self) -> frozenset[str]:
-        """Names that no client may set, because plugins do."""
+        """Return the names of request headers that only plugins may set; a client's are removed."""
         names = {name for marker in self.request_markers for name in marker.plugin.own_headers}
         if self.rank_chooser is not None:
             names.add(self.rank_chooser.plugin.rank_header)
         return frozenset(names)
 
     def response_headers(self, served: str) -> dict[str, str]:
-        """Headers to set on the response, e.g. the session token.
+        """Return the headers to set on the response, e.g. the session token.
 
-        `served`: the address that the gateway says it is from, "" if it does not say.
+        `served` is the address that the gateway reports as the origin of the response, or "" if it
+        reports none.
         """
         found: dict[str, str] = {}
         for marker in self.markers:
@@ -166,16 +170,16 @@ class Decision(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class _Offered(Struct, frozen=True, gc=False):
-    """Who was there before the ranking."""
+    """The endpoints that were available before the ranking."""
 
     ready: int
     dropped: dict[str, Ints]
     candidates: Candidates | None
-    """Before filters; None: nobody asks."""
+    """Candidates before filtering, or None if no plugin needs them."""
 
 
 class Sent(Struct, frozen=True, gc=False):
-    """That `request` went to the endpoint in `slot`, for peers."""
+    """A decision to share with peers: `request` went to the endpoint in `slot` at `at_s`."""
 
     request: InferenceRequest
     slot: int
@@ -183,22 +187,24 @@ class Sent(Struct, frozen=True, gc=False):
 
 
 class Witness(Protocol):
-    """Hears of everything that happens to a scheduler, in its order; must not raise."""
+    """An observer of everything that happens to a scheduler, in order. Its methods must not raise."""
 
     def asked(self, request: InferenceRequest) -> None:
-        """`schedule` is about to decide: the prompt is still there."""
+        """Record that `schedule` is about to decide; `request` still has its prompt."""
         ...
 
     def decided(
         self, request: InferenceRequest, decision: Decision | Refusal, now: Seconds
     ) -> None: ...
     def took(self, given: Input, effects: Effects, now: Seconds) -> None:
-        """`given` has been taken."""
+        """Record that the scheduler has applied the input `given`."""
         ...
 
 
 class Scheduler:
-    """One pool of endpoints, one profile, the indexes it reads and the work in flight."""
+    """A scheduler for one pool of endpoints: one profile, the indexes that it reads and the
+    requests in flight.
+    """
 
     def __init__(  # noqa: PLR0915  a line each of what it has
         self, settings: SchedulerSettings, *, seed: int
@@ -208,54 +214,65 @@ class Scheduler:
         self.pool = EndpointPool()
         self.ledger = InflightLedger(self.pool.columns, self._ended)
         self.outliers = Outliers(self.pool.columns)
-        """Who is slow or fails beside the others, and gets nothing for it."""
+        """Detector of endpoints that are slower or fail more often than the others, which it can
+        eject.
+        """
         self.full = FullEndpoints()
-        """Endpoints that refused requests for want of room, and get fewer for a while."""
+        """Endpoints that refused requests because they are full; they receive fewer requests for a
+        while.
+        """
         self.accuracy = HitAccuracy()
-        """What was predicted of caches beside what engines count."""
+        """Comparison of predicted cache hits with the hits that engines count."""
         self.answer_lengths = AnswerLengths()
         self.outlying: dict[int, Outlier] = {}
-        """Slot -> why, as of the last tick."""
+        """Causes by slot of the endpoints that were outliers at the last tick."""
         self.failures = PluginFailures()
-        """The plugins that failed; the decisions went on without them."""
+        """Plugins that failed; decisions continue without them."""
         self._memory_share = 1.0
         self._sizes: dict[int, tuple[int | None, int | None]] = {}
-        """Slot -> what its engine says of its cache, where all indexes have been told."""
+        """Cache size that each engine reports, by slot, if all indexes have accepted it."""
         self.indexes: dict[str, AffinityIndex] = {}
-        """Those that could be opened."""
+        """Indexes that could be opened."""
         self.shared: dict[str, SharedIndex] = {}
-        """Those among them of which peers can be told, in the order in which they match."""
+        """Indexes that can be shared with peers, in the order in which they match."""
         self._counting: dict[str, CountsInflight] = {}
-        """Those among them that are told when a request ends."""
+        """Indexes that are notified when a request ends."""
         self._measuring: dict[str, MeasuresItself] = {}
-        """Those among them that say how large they are and what they find."""
+        """Indexes that report their size and their hits."""
         self._limited: dict[str, LimitsMemory] = {}
         self.hearing: dict[str, HearsEngines] = {}
-        """Those among them that engines tell what they hold."""
+        """Indexes that receive KV-cache events from engines."""
         self.lives: dict[int, int] = {}
-        """Slot -> how often what was known of its endpoint was forgotten: it left, or restarted."""
+        """Number of times that the knowledge about a slot's endpoint was dropped, because it left
+        or restarted.
+        """
         self._asleep: set[int] = set()
-        """Slots whose engines sleep, where any index hears engines."""
+        """Slots whose engine is in sleep mode. Maintained only if an index receives KV-cache
+        events.
+        """
         for name in settings.indexes:
             self._open(name)
         self.replicas_unheard = 0
-        """Other pickers that serve this pool and do not tell what they decide."""
+        """Number of other pickers that serve this pool and do not share their decisions."""
         self.decisions = 0
         self._session_returns = SessionReturns()
         self.shadow: Shadow | None = None
         self.shadow_totals = ShadowTotals()
         self.shadow_failures = PluginFailures()
         self.load_reports = 0
-        """Read of responses."""
+        """Number of load reports read from response headers."""
         self.load_reports_unread = 0
-        """They were malformed, or their endpoint was never scraped or has restarted."""
+        """Number of load reports ignored: malformed, or their endpoint was never scraped or has
+        restarted.
+        """
         self.rank_choices: dict[RankChoice, int] = {}
-        """Requests sent to an endpoint with several ranks; empty, where no plugin chooses ranks."""
+        """Outcomes for requests at endpoints with several ranks; empty if no plugin selects ranks."""
         self.keeps_costs = False
-        """Somebody will ask what decisions were made of: what scorers of costs say is then kept with those
-        decisions of which it cannot be worked out later."""
+        """True if a reader will request the costs of decisions. The scheduler then stores the costs
+        of those decisions for which they cannot be computed later.
+        """
         self.sent: deque[Sent] | None = None
-        """What peers are to be told, oldest first; None: there are none."""
+        """Decisions to share with peers, oldest first, or None if there are no peers."""
         self.witness: Witness | None = None
         self._random = Random(f"{seed}:picker")  # noqa: S311  dice, not secrets
         secret = Random(f"{seed}:segments").getrandbits(64)  # noqa: S311  routing alone rests on it
@@ -269,14 +286,14 @@ class Scheduler:
         )
 
     def take(self, given: Input, now: Seconds) -> Effects:
-        """Do what `given` says has happened."""
+        """Apply one input event to the scheduler's state."""
         effects = _HANDLERS[type(given)](self, given, now) or NO_EFFECTS
         if self.witness is not None:
             self.witness.took(given, effects, now)
         return effects
 
     def schedule(self, request: InferenceRequest, now: Seconds) -> Decision | Refusal:
-        """Choose an endpoint for `request` and assume from now on that it goes there."""
+        """Choose an endpoint for `request` and count the request as running there from now on."""
         if self.witness is None:
             return self._schedule(request, now)
         self.witness.asked(request)
@@ -286,13 +303,14 @@ class Scheduler:
 
     @property
     def may_hold(self) -> bool:
-        """Whether any plugin has requests wait."""
+        """Return whether any plugin can delay requests."""
         return bool(self.settings.profile.holders)
 
     def holds(self, request: InferenceRequest, now: Seconds) -> bool:
-        """Whether plugins have `request` wait, where it can; `schedule` places it all the same.
+        """Return whether a plugin delays `request` in the waiting line; `schedule` places it all
+        the same.
 
-        Never where nobody is ready: `schedule` says so at once.
+        Return False if no endpoint is ready, because `schedule` then refuses the request at once.
         """
         if not self.may_hold:
             return False
@@ -322,7 +340,7 @@ class Scheduler:
         correction = self.accuracy.scraped(slot, metrics, now)
         if correction is not None:
             self._correct(correction)
-        # Every scrape says it again.
+        # Every scrape reports the size, so only a change matters.
         if size != self._sizes.get(slot):
             self._resize(slot, *size)
         if self.hearing:
@@ -334,9 +352,11 @@ class Scheduler:
                     self.failures.call(name, "adapters_told", told, adapters.names)
 
     def _correct(self, correction: Correction) -> None:
-        """Belief was compared with what an engine counts: the index that it comes from learns of it."""
+        """Pass on a comparison of predicted hits with an engine's count to the index that made the
+        prediction.
+        """
         prefix = self.settings.prefix
-        # What indexes predict together says of none of them how wrong it is.
+        # A joint prediction of several indexes does not show which of them was wrong.
         if self._joins:
             return
         corrected: Mapping[str, CorrectedIndex] = self._able(lambda abilities: abilities.corrected)
@@ -379,7 +399,8 @@ class Scheduler:
         kept = profile.filter(request, candidates, self.failures)
         left = len(kept.candidates)
         if not left and len(full):
-            # Only full endpoints pass the filters.
+            # All endpoints below their limit were dropped by filters, so full endpoints are tried
+            # too.
             slots, full = in_service, NO_SLOTS
             candidates = self._candidates(slots, affinities, request, now)
             kept = profile.filter(request, candidates, self.failures)
@@ -428,7 +449,9 @@ class Scheduler:
         self.ledger.first_output(given.lease, now)
 
     def _move(self, given: ServedBy, now: Seconds) -> Effects:
-        """The index entries and the lease move there; where nobody of the pool is, they end."""
+        """Move the index entries and the lease to the serving endpoint; end them if it is not in
+        the pool.
+        """
         lease, slot = given.lease, self.pool.slot_at(given.address)
         if lease.slot < 0 or slot == lease.slot:
             return NO_EFFECTS
@@ -463,7 +486,9 @@ class Scheduler:
         return Effects(moved=True)
 
     def endpoint_of(self, lease: Lease) -> Endpoint | None:
-        """Where the request of `lease` is; None once it ended, or where it was left or restarted."""
+        """Return the endpoint of the request of `lease`, or None if the request ended or the
+        endpoint left or restarted.
+        """
         return self._endpoint(lease.slot) if self.ledger.is_live(lease) else None
 
     def _end(self, given: RequestEnded, now: Seconds) -> Effects:
@@ -486,7 +511,9 @@ class Scheduler:
         return NO_EFFECTS if set_aside is None else Effects(set_aside=set_aside)
 
     def _responded(self, lease: Lease, outcome: Outcome, status: int, now: Seconds) -> bool:
-        """Note the status of a response; return whether it sets the endpoint aside."""
+        """Record the status of a response. Return whether it excludes the endpoint until its next
+        good scrape.
+        """
         if status in MAY_BE_FULL and outcome.full:
             self.full.refused(lease.slot, lease.opened_at_s, outcome.retry_after_s, now)
             return False
@@ -495,7 +522,7 @@ class Scheduler:
         return self.pool.responded(lease.slot, status, now, by_gateway=outcome.by_gateway)
 
     def _unlearn(self, lease: Lease, slot: int, now: Seconds) -> None:
-        """The prompt of `lease` was not computed at `slot`: what was assumed of it there is wrong."""
+        """Undo what was assumed for `lease` at `slot`, because its prompt was not computed there."""
         self._withdraw(lease, slot)
         for name in self.settings.beliefs:
             self._retract(name, lease, slot, now)
@@ -503,7 +530,7 @@ class Scheduler:
     def _expected(
         self, request: InferenceRequest, matched: int, position: int, candidates: Candidates
     ) -> Expected:
-        """Of the candidate at `position`."""
+        """Return the cache hit that is predicted for the candidate at `position`."""
         settings, tokens = self.settings, request.prompt_tokens
         expected = Expected(
             prompt_tokens=tokens,
@@ -522,8 +549,10 @@ class Scheduler:
     def _costs(
         self, request: InferenceRequest, candidates: Candidates, scored: Scored, picked: int
     ) -> tuple[Cost, ...]:
-        """Ask each scorer of costs about the chosen endpoint and the next best; a scorer that fails is
-        counted and left out.
+        """Return the costs of the chosen endpoint and the runner-up, by each scorer that computes
+        costs.
+
+        A scorer that fails is counted and left out.
         """
         second = runner_up_of(scored, picked)
         positions = (picked,) if second is None else (picked, second)
@@ -560,17 +589,21 @@ class Scheduler:
         return Effects(restarted=tuple(restarted))
 
     def standings(self, now: Seconds) -> dict[int, Standing]:
-        """Slot -> whether its endpoint is among those that get work first, and if not, why not."""
+        """Return, by slot, whether each endpoint is preferred for new requests, and the reason if
+        not.
+        """
         return self.pool.standings(now, self.settings.metrics_staleness_s)
 
     def index_standings(self) -> list[IndexStanding]:
-        """Every index of the configuration, in its order."""
+        """Return the state of every configured index, in the configured order."""
         return [self._index_standing(name) for name in self.settings.indexes]
 
     def held(self, request: InferenceRequest, endpoint: Endpoint) -> Held | None:
-        """How much of the first prompt of `request` the engine of `endpoint` says that it holds.
+        """Return how much of the first prompt of `request` the engine of `endpoint` reported as
+        cached.
 
-        `request` is as a lease keeps it. None: it is not heard, or that cannot be told.
+        `request` is the prompt-free request of a lease. Return None if no index receives the
+        engine's events, or if the amount is unknown.
         """
         slot = self.pool.slot_of(endpoint)
         if slot is None:
@@ -583,12 +616,14 @@ class Scheduler:
         return None
 
     def tell_peers(self) -> None:
-        """From now on keep in `sent` what peers are to be told, and count what they have in flight."""
+        """Collect decisions for peers in `sent` from now on, and count the requests that peers have
+        in flight.
+        """
         self.sent = deque(maxlen=SENT_MAX)
         self.pool.columns.peers = PeerLoads()
 
     def share(self, name: str, request: InferenceRequest) -> Sequence[bytes]:
-        """The keys that the index `name`, of `shared`, has for `request`; none, if it fails."""
+        """Return the keys of the shared index `name` for `request`, or () if the index fails."""
         try:
             return self.shared[name].share(request)
         except BaseException as error:  # noqa: BLE001  the boundary of a plugin
@@ -616,7 +651,11 @@ class Scheduler:
         return Effects(heard=heard)
 
     def _note_sleep(self, slot: int, *, asleep: bool) -> None:
-        """An engine that goes to sleep gives up its cache, and says so with its next request."""
+        """Clear the engine's cached blocks when it starts to sleep.
+
+        A sleeping engine drops its cache, but its KV-cache events report that only with its next
+        request.
+        """
         if not asleep:
             self._asleep.discard(slot)
         elif slot not in self._asleep:
@@ -668,7 +707,7 @@ class Scheduler:
             self.failures.call(name, "expire", index.expire, now)
 
     def _set_speeds(self, now: Seconds) -> None:
-        """Tell the ledger how fast each endpoint prefills."""
+        """Set the prefill speed of each endpoint in the ledger."""
         settings = self.settings
         self.pool.columns.prefill_alike = not settings.labelled_speeds
         speed = settings.prefill_tokens_per_s
@@ -680,7 +719,7 @@ class Scheduler:
             self.ledger.set_speed(slot, speed, now)
 
     def _read_profile(self) -> None:
-        """What every decision would otherwise ask the configuration again."""
+        """Derive from the settings what every decision would otherwise derive again."""
         profile = self.settings.profile
         prefix = self.settings.indexes.get(self.settings.prefix)
         self._counts_ids = prefix is not None and prefix.abilities.reads_token_ids
@@ -724,10 +763,10 @@ class Scheduler:
         except BaseException as error:  # noqa: BLE001  the boundary of a plugin
             self.failures.raised(name, "session_of", error)
 
-    # What indexes are asked, and what is done where they fail.
+    # Calls to indexes, and the reaction to their failures.
 
     def _open(self, name: str) -> None:
-        """Open the index `name` anew; if that fails, nothing is remembered under it."""
+        """Open a new, empty index `name`. If that fails, the scheduler continues without it."""
         self._sizes.clear()
         try:
             settings = self.settings.indexes[name]
@@ -747,7 +786,7 @@ class Scheduler:
         self._read_abilities()
 
     def _read_abilities(self) -> None:
-        """Which indexes do what: as their settings declare."""
+        """Sort the open indexes by the abilities that their settings declare."""
         self.shared = self._able(lambda abilities: abilities.shares)
         self._measuring = self._able(lambda abilities: abilities.measures)
         self._counting = self._able(lambda abilities: abilities.counts_inflight)
@@ -755,7 +794,9 @@ class Scheduler:
         self.hearing = self._able(lambda abilities: abilities.hears_engines)
 
     def _able(self, ability: Callable[[Abilities], bool]) -> dict[str, Any]:
-        """The indexes with one of `VERBS`, which were checked to have its verbs."""
+        """Return the open indexes with one of the abilities in `VERBS`, whose methods `_open`
+        checked.
+        """
         settings = self.settings.indexes
         return {
             name: index for name, index in self.indexes.items() if ability(settings[name].abilities)
@@ -790,7 +831,9 @@ class Scheduler:
     def _match(
         self, name: str, index: AffinityIndex, request: InferenceRequest, now: Seconds
     ) -> Affinity | None:
-        """What the index knows; None, if it fails: then to it all endpoints are alike."""
+        """Return the index's match for `request`, or None if the index fails; it then prefers no
+        endpoint.
+        """
         slots = len(self.pool.columns.endpoints)
         try:
             known = index.match(request, slots, now)
@@ -804,13 +847,13 @@ class Scheduler:
         return known
 
     def _tokens_counted(self, request: InferenceRequest, affinities: Mapping[str, Affinity]) -> int:
-        """Of the prompts of `request`, in what blocks of the default prefix index are counted in.
+        """Return the prompt tokens of `request`, counted in the unit of the default prefix index.
 
-        `affinities`: as each index knows them, before any are joined.
+        `affinities` are the matches of the indexes before any are joined.
         """
         known = affinities.get(self.settings.prefix)
         if known is None or not known.total:
-            # Whoever answers in its place counts bytes.
+            # An index that answers in place of the default prefix index counts bytes.
             return request.prompt_tokens
         return request.known_tokens or request.prompt_tokens
 
@@ -852,19 +895,23 @@ class Scheduler:
         )
 
     def _not_ejected(self, slots: Ints) -> Ints:
-        """`slots` without those that are away; all, if nobody else is there."""
+        """Return `slots` without ejected endpoints, or all of `slots` if every endpoint is ejected."""
         left = slots[~self.pool.columns.ejected[slots]]
         return left if len(left) else slots
 
     def _with_room(self, slots: Ints, now: Seconds) -> tuple[Ints, Ints]:
-        """Return `slots` without full endpoints, and these; if all are full, all and none."""
+        """Return `slots` without full endpoints, and the full ones. If all are full, return all and
+        none.
+        """
         full = self.full.without_room(slots, now)
         if not len(full) or len(full) == len(slots):
             return slots, NO_SLOTS
         return slots[~np.isin(slots, full)], full
 
     def _fresh_first(self, kept: Kept, now: Seconds) -> tuple[Candidates, dict[str, Ints]]:
-        """Leave out who is stale while anybody is fresh, and who is unreachable while anybody is not."""
+        """Leave out stale endpoints if any fresh one is left, and unreachable ones if any other is
+        left.
+        """
         if self.pool.all_observed_since(now - self.settings.metrics_staleness_s):
             return kept.candidates, kept.dropped
         unreachable = self.pool.columns.unreachable[kept.candidates.slot]
@@ -893,16 +940,16 @@ class Scheduler:
         verdict: ShadowVerdict | None,
         now: Seconds,
     ) -> Decision:
-        """Record the choice in the same step that makes it, so that the next one sees it."""
+        """Record the choice in the same step that makes it, so that the next decision sees it."""
         first = picked[0]
         slot = candidates.slot.item(first)
         costs = None
         if self.keeps_costs:
             columns = self.pool.columns
             load = columns.last_load
-            # In these cases a cost depends on more than the numbers of two endpoints that are kept: a
-            # scorer takes the median of others where a report is missing or old. No call, because every
-            # request passes here.
+            # In these cases a cost depends on more than the stored numbers of two endpoints. A
+            # scorer uses the median of other endpoints if a report is missing or old. The code is
+            # inlined, because every request runs it.
             if (
                 columns.adapters_reported
                 or self.replicas_unheard
@@ -970,7 +1017,9 @@ class Scheduler:
         fallbacks: Sequence[Endpoint],
         now: Seconds,
     ) -> int | None:
-        """At which rank `lease` is served, which is counted from now on; None: its engine chooses."""
+        """Return the rank that must serve `lease`, and count the request there; None if the engine
+        chooses.
+        """
         name, index = next(iter(self.hearing.items()), ("", None))
         if index is None:
             return None
@@ -979,8 +1028,8 @@ class Scheduler:
             if ranks < 2:
                 return None
             rank, choice = self._choose_rank(chooser, name, index, lease, now)
-            # An engine refuses a rank that it has not, and whoever serves in the place of the endpoint
-            # that was picked gets the same headers.
+            # An engine refuses a rank that it does not have. A fallback endpoint receives the same
+            # headers as the endpoint that was picked.
             if rank is not None and rank >= self._fewest_ranks(index, fallbacks, ranks):
                 rank, choice = None, RankChoice.FALLBACK
         except BaseException as error:  # noqa: BLE001  the boundary of a plugin
@@ -999,14 +1048,14 @@ class Scheduler:
         return chooser.choose(tokens, self.ledger.sent_to_ranks(lease.slot, len(tokens)))
 
     def _fewest_ranks(self, index: HearsEngines, endpoints: Sequence[Endpoint], ranks: int) -> int:
-        """How many all of `endpoints` have, `ranks` at most."""
+        """Return the smallest number of ranks among `endpoints`, at most `ranks`."""
         slots = [self.pool.slot_of(endpoint) for endpoint in endpoints]
         return min((index.ranks_at(slot) for slot in slots if slot is not None), default=ranks)
 
     def _fallbacks(
         self, candidates: Candidates, scored: Scored, picked: list[int]
     ) -> tuple[Endpoint, ...]:
-        """What the picker named after the first, then the best of the rest."""
+        """Return fallback endpoints: the picker's other choices, then the best of the rest."""
         wanted = self.settings.fallback_endpoints_max
         order = picked[1:] + np.argsort(-scored.total, kind="stable").tolist()
         others = list(dict.fromkeys(at for at in order if at != picked[0]))
@@ -1018,7 +1067,9 @@ class Scheduler:
         return endpoint
 
     def _joined(self, affinities: Mapping[str, Affinity]) -> Affinity | None:
-        """What the indexes that fill `matched_blocks` know together; None: all of them failed."""
+        """Return the joint match of the indexes that fill `matched_blocks`, or None if all of them
+        failed.
+        """
         names = self.settings.joined or (self.settings.prefix,)
         known = [affinities[name] for name in names if name in affinities]
         if not known:
@@ -1031,7 +1082,9 @@ class Scheduler:
         return tokens
 
     def _matched_at(self, request: InferenceRequest, slot: int, now: Seconds) -> int:
-        """Blocks of `request` that the endpoint in `slot` is believed to hold."""
+        """Return the number of blocks of `request` that the endpoint in `slot` is estimated to have
+        cached.
+        """
         affinities = {
             name: known
             for name in self.settings.joined or (self.settings.prefix,)
@@ -1044,7 +1097,9 @@ class Scheduler:
     def _record(
         self, name: str, index: AffinityIndex, lease: Lease, slot: int, now: Seconds
     ) -> None:
-        """Tell an index that the request of `lease` goes to `slot`, and keep what undoes that."""
+        """Record in an index that the request of `lease` goes to `slot`, and store what undoes
+        that.
+        """
         try:
             hearing = None if lease.rank < 0 else self.hearing.get(name)
             if hearing is None:
@@ -1056,7 +1111,7 @@ class Scheduler:
             self.failures.raised(name, "record", error)
 
     def _retract(self, name: str, lease: Lease, slot: int, now: Seconds) -> None:
-        """Undo what the index `name` did for `lease`, unless it was opened anew since."""
+        """Undo what the index `name` recorded for `lease`, unless the index was reset since then."""
         index, recorded = lease.recorded.pop(name, (None, None))
         known = self.indexes.get(name)
         if known is not None and known is index:
@@ -1070,7 +1125,9 @@ class Scheduler:
                 self.failures.call(name, "release", counting.release, *given)
 
     def _resize(self, slot: int, blocks_total: int | None, block_size_tokens: int | None) -> None:
-        """Tell the indexes how large a cache is; again at the next scrape, if one of them fails."""
+        """Report a cache size to every index. If one of them fails, the next scrape reports it
+        again.
+        """
         if not (blocks_total and block_size_tokens):
             return
         took = [
@@ -1092,7 +1149,8 @@ class Scheduler:
         self.shadow_totals.picks.pop(slot, None)
         for name, index in tuple(self.indexes.items()):
             if not self.failures.call(name, "forget", index.forget, slot):
-                # It would tell of an endpoint that is gone as if it were the next in this slot.
+                # The index would apply the knowledge about the old endpoint to the next one in this
+                # slot.
                 self._open(name)
 
     def _nobody_ready(self, request: InferenceRequest) -> Refusal:
@@ -1126,7 +1184,7 @@ _HANDLERS: Final[Mapping[type[Input], Callable[..., Effects | None]]] = {
 
 
 def _bytes_of(request: InferenceRequest) -> int:
-    """Of its prompts."""
+    """Return the size of all prompts of `request`."""
     return request.prompt_bytes or request.prompt_tokens * BYTES_PER_TOKEN
 
 

@@ -1,4 +1,4 @@
-"""All that a scheduler decides by."""
+"""The settings of a scheduler."""
 
 from collections.abc import Mapping
 
@@ -14,36 +14,44 @@ from epp.core.types import Seconds
 
 
 class SchedulerSettings(Struct, frozen=True, kw_only=True):
-    """All that decides. Replaced as a whole by `Reconfigured`."""
+    """The settings that determine decisions. `Reconfigured` replaces them as a whole."""
 
     profile: SchedulingProfile
     indexes: Mapping[str, AffinityIndexSettings] = field(default_factory=dict)
-    """By the name of the producer in the configuration, in the order in which they match."""
+    """Settings of each index by name of its producer in the configuration, in the order in which
+    they match.
+    """
     prefix: str = ""
-    """Which of `indexes` fills `matched_blocks`; "" if none does."""
+    """Name of the index that fills `matched_blocks`, or "" if none does."""
     joined: tuple[str, ...] = ()
-    """Those that fill it together, each of another origin, `prefix` among them; (): it alone."""
+    """Names of the indexes that fill `matched_blocks` together, each of another origin, with
+    `prefix` among them; () if `prefix` does it alone.
+    """
     block_tokens: int = 64
-    """Tokens in a block of that index."""
+    """Number of tokens in a block of the `prefix` index."""
     beliefs: tuple[str, ...] = ()
-    """Those of `indexes` that say what endpoints hold: a request that is not served teaches them nothing."""
+    """Names of the indexes that estimate what endpoints have cached. They forget a request that is
+    not served.
+    """
     ejection: OutlierEjection = field(default_factory=OutlierEjection)
     saturation: UtilizationDetector = field(default_factory=UtilizationDetector)
     metrics_staleness_s: Seconds = 2.0
-    """Endpoints with older metrics rank below every fresh one."""
+    """Age of metrics in seconds above which an endpoint ranks below every endpoint with fresher
+    metrics.
+    """
     prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
-    """`peakPrefillThroughput` of the field, of each endpoint that nothing more is said of."""
+    """Prefill speed of each endpoint without a speed of its own (`peakPrefillThroughput`)."""
     labelled_speeds: tuple[LabelledSpeed, ...] = ()
-    """Of others; of an endpoint that several match, the first."""
+    """Prefill speeds by label; if several match an endpoint, the first applies."""
     fallback_endpoints_max: int = 0
     lease_ttl_without_response_phase_s: Seconds = 60.0
     session_tokens: SessionTokens = NO_TOKENS
     shadow: SchedulingProfile | None = None
-    """Judges decisions and acts on none."""
+    """Shadow profile, which judges decisions and never acts, or None."""
     shadow_share: float = 1.0
-    """Of the decisions, above 0: those that `shadow` judges."""
+    """Share of the decisions that `shadow` judges, above 0 and at most 1."""
 
     @property
     def plugin_names(self) -> tuple[str, ...]:
-        """Of every plugin that decides, as in the configuration."""
+        """Return the configured names of all plugins that take part in decisions."""
         return (*self.profile.plugin_names, *self.indexes)

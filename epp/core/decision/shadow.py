@@ -1,8 +1,8 @@
-"""A second profile that judges decisions, all or a share of them, and acts on none.
+"""The shadow profile: a second profile that judges all or a share of the decisions, and never acts.
 
-It sees what the acting profile sees, at the same instant: the same candidates, the same indexes, the
-same work in flight. So what it tells is where this one request would have gone, not what the pool
-would look like had all gone there; for that there is the simulator.
+It sees the same candidates, indexes and requests in flight as the acting profile, at the same time.
+Its verdict therefore says where this one request would have gone. It does not say how the pool
+would look if the profile had placed every request; the simulator answers that.
 """
 
 from collections import Counter
@@ -23,34 +23,34 @@ from epp.core.types import Endpoint
 AGREED: Final = "agreed"
 DIFFERED: Final = "differed"
 NOBODY: Final = "nobody"
-"""Its filters left no endpoint."""
+"""The shadow's filters left no endpoint."""
 FAILED: Final = "failed"
-"""One of its plugins failed, so that it cannot be said where it would have gone."""
+"""A plugin of the shadow failed, so its choice is unknown."""
 
 
 class ShadowVerdict(Struct, frozen=True, kw_only=True):
-    """Where the shadow profile would have sent a request, beside where it went."""
+    """The shadow profile's choice for one request, compared with the actual one."""
 
     verdict: str
-    """`AGREED`, `DIFFERED`, `NOBODY` or `FAILED`."""
+    """Result of the comparison: `AGREED`, `DIFFERED`, `NOBODY` or `FAILED`."""
     endpoint: Endpoint | None = None
     uncached_tokens: float = 0.0
-    """Of the prompt, that `endpoint` is believed not to hold."""
+    """Prompt tokens that `endpoint` is estimated not to have cached."""
     live_uncached_tokens: float = 0.0
-    """The same where it went."""
+    """Prompt tokens that the actual endpoint is estimated not to have cached."""
     inflight_requests: int = 0
-    """At `endpoint`, before this one."""
+    """Requests in flight at `endpoint` before this one."""
     live_inflight_requests: int = 0
     scorers: tuple[str, ...] = ()
     scored: Scored | None = None
-    """Its rows are those of `scorers`."""
+    """Scores with a row for each of `scorers`."""
     position: int = -1
-    """Of `endpoint` among those scored."""
+    """Position of `endpoint` among the scored candidates."""
     live_position: int = -1
-    """Of where it went; -1 if the filters did not leave that."""
+    """Position of the actual endpoint among the scored candidates; -1 if the filters dropped it."""
 
     def fields(self) -> dict[str, object]:
-        """For a log line or a record of the decision: plain values, rounded."""
+        """Return plain, rounded values for a log line or a decision record."""
         return {
             "verdict": self.verdict,
             "endpoint": "" if self.endpoint is None else self.endpoint.name,
@@ -63,7 +63,7 @@ class ShadowVerdict(Struct, frozen=True, kw_only=True):
         }
 
     def _parts(self, position: int) -> dict[str, float]:
-        """What each scorer adds to the score at `position`."""
+        """Return the contribution of each scorer to the sum at `position`."""
         if self.scored is None or position < 0:
             return {}
         parts = self.scored.parts_of(position)
@@ -71,33 +71,35 @@ class ShadowVerdict(Struct, frozen=True, kw_only=True):
 
 
 class Acted(Struct, frozen=True, gc=False):
-    """What the acting profile made of a request."""
+    """The acting profile's result for a request."""
 
     candidates: Candidates
-    """Those before any filter."""
+    """Candidates before any filter."""
     ranked: Candidates
-    """Those that were scored."""
+    """Candidates that were scored."""
     scored: Scored
     position: int
-    """Of the one that was picked, among `ranked`."""
+    """Position of the picked candidate in `ranked`."""
     sound: bool
-    """None of its plugins failed at it."""
+    """True if none of the profile's plugins failed at this request."""
 
 
 class ShadowTotals:
-    """What all verdicts come to, since the picker began. The sums are of those that name somebody."""
+    """The totals of all verdicts since the picker started. The sums cover verdicts that name an
+    endpoint.
+    """
 
     def __init__(self) -> None:
         self.verdicts: Counter[str] = Counter({AGREED: 0, DIFFERED: 0, NOBODY: 0, FAILED: 0})
         self.picks: Counter[int] = Counter()
-        """Slot -> how often it was named."""
+        """Number of times that each slot was chosen."""
         self.uncached_tokens = 0.0
         self.live_uncached_tokens = 0.0
         self.inflight_requests = 0
         self.live_inflight_requests = 0
 
     def add(self, verdict: ShadowVerdict, slot: int) -> None:
-        """`slot` of its endpoint; -1 if it names none."""
+        """Add one verdict. `slot` is the slot of its endpoint, or -1 if it names none."""
         self.verdicts[verdict.verdict] += 1
         if slot < 0:
             return
@@ -109,7 +111,7 @@ class ShadowTotals:
 
 
 class Shadow:
-    """One shadow profile at work."""
+    """A shadow profile that judges decisions."""
 
     def __init__(
         self,
@@ -122,9 +124,11 @@ class Shadow:
         totals: ShadowTotals,
         failures: PluginFailures,
     ) -> None:
-        """`share` of the decisions are judged, drawn by dice of its own; `failures` of its plugins
-        alone: the acting profile may use the same without failing. Of plugins that both profiles
-        have, what they told the acting one is taken over.
+        """Judge a random `share` of the decisions, drawn by a generator of its own.
+
+        `failures` counts failures of the shadow's plugins alone, because the acting profile may use
+        the same plugins without failing. Scores of plugins that both profiles have are taken from
+        the acting profile.
         """
         self.profile = profile
         self._share = share
@@ -147,8 +151,10 @@ class Shadow:
         fresh_first: Callable[[Kept], Candidates],
         endpoint_in: Callable[[int], Endpoint],
     ) -> ShadowVerdict | None:
-        """What it would have done; None: this one is not judged. Never raises, and changes nothing but
-        its own totals and dice. `endpoint_in` a slot.
+        """Return the shadow's verdict, or None if this decision is not judged.
+
+        It never raises, and changes only its own totals and random state. `endpoint_in` returns the
+        endpoint of a slot.
         """
         if self._share < 1.0 and self._random.random() >= self._share:
             return None
@@ -177,7 +183,7 @@ class Shadow:
         acted: Acted,
         fresh_first: Callable[[Kept], Candidates],
     ) -> Candidates | None:
-        """Those that it scores; None: there is nobody."""
+        """Return the candidates that the shadow scores, or None if there are none."""
         if self._filters_alike and acted.sound:
             return acted.ranked
         kept = self.profile.filter(request, acted.candidates, self.failures)
@@ -186,9 +192,9 @@ class Shadow:
     def _pick(
         self, request: InferenceRequest, acted: Acted, ranked: Candidates, rotation: int
     ) -> tuple[Scored, int]:
-        """The scores, and the position of its choice."""
+        """Return the scores, and the position of the shadow's choice."""
         alike = ranked is acted.ranked or np.array_equal(ranked.slot, acted.ranked.slot)
-        # Scorers that failed are asked again, so that they are named apart.
+        # Failed scorers run again here, so that their failures are counted for the shadow too.
         found = acted.scored.scores if acted.sound and alike else None
         scored = self.profile.score(request, ranked, self.failures, self._kept_scores, found)
         picked = self.profile.pick(scored.total, ranked, self._random, rotation, self.failures)
@@ -203,7 +209,7 @@ class Shadow:
         position: int,
         endpoint: Endpoint,
     ) -> ShadowVerdict:
-        """Its choice beside that of the acting profile."""
+        """Compare the shadow's choice with that of the acting profile."""
         live, at = acted.ranked, acted.position
         live_slot = live.slot.item(at)
         live_position = at

@@ -146,13 +146,13 @@ def test_a_profile_without_scorers_prefers_nobody():
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
 def test_a_weight_is_finite_and_not_negative(weight):
     """The sentence names the scorer and the weight."""
-    with pytest.raises(ValueError, match=f"scorer-0 must be finite and at least 0, is {weight}"):
+    with pytest.raises(ValueError, match=f"scorer-0 is {weight}; it must be finite and at least 0"):
         profile([([1.0], weight)])
 
 
 def test_weights_that_are_all_0_are_refused():
     """One of them may be."""
-    with pytest.raises(ValueError, match="weights of profile default are all 0"):
+    with pytest.raises(ValueError, match="all weights of profile default are 0"):
         profile([([1.0], 0.0), ([1.0], 0.0)])
     assert totals(([1.0], 0.0), ([1.0], 0.5)) == [0.5]
 

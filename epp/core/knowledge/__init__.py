@@ -1,1 +1,1 @@
-"""What is believed of each endpoint, in columns by slot and in affinity indexes."""
+"""The state and the estimates of each endpoint, in columns by slot and in affinity indexes."""

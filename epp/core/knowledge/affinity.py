@@ -1,4 +1,4 @@
-"""Two small affinity indexes: where a session went last, and who got cold prompts least recently."""
+"""Two small affinity indexes: the last endpoint of each session, and the order of cold prompts."""
 
 import math
 from collections import OrderedDict
@@ -20,87 +20,94 @@ from epp.core.types import Seconds
 
 SESSION_HEADER: Final = "x-session-id"
 SESSION_ATTRIBUTE: Final = "SessionIDDataKey"
-"""Under which a `session-id-producer` of the field tells what it found."""
+"""Name of the attribute under which llm-d-router's `session-id-producer` publishes the session id."""
 _COOKIE_BYTES_MAX: Final = 16 * 1024
-"""Of a header with cookies: a longer one names no session."""
+"""Maximum size of a cookie header; a longer one names no session."""
 _KEY_BYTES: Final = 16
-"""Of the hash that stands for a session's id."""
+"""Size of the hash that stands for a session's id."""
 _COLD: Final = (b"cold",)
 _SESSION_BYTES: Final = 240
-"""One session of 36 characters while the table has just grown, by `tracemalloc`."""
+"""Size of one session with an id of 36 characters just after the table has grown, by `tracemalloc`."""
 _USED_SLOT_BYTES: Final = 170
-"""One endpoint, likewise: 166."""
+"""Size of one endpoint's entry, rounded up from 166 bytes by `tracemalloc`."""
 _Sent: TypeAlias = tuple[int, Seconds]
-"""A slot, and when a session was last sent there."""
+"""A slot, and the time at which a session was last sent there."""
 
 
 class SessionSource(Parameters, frozen=True):
-    """One place where a request may name its session. Raises `ValueError` unless it is one."""
+    """A place where a request may name its session. Raises `ValueError` for an invalid combination."""
 
     header: str = ""
     attribute: str = ""
-    """Only `SessionIDDataKey`: what the header or the cookie of the `session-id-producer` says."""
+    """Attribute that names the session. Only `SessionIDDataKey` is possible: the header or cookie
+    of the `session-id-producer`.
+    """
     producer: str = ""
-    """Name of that producer, of which there is one."""
+    """Name of the `session-id-producer`; there is only one."""
 
     def __post_init__(self) -> None:
         if bool(self.header.strip()) == bool(self.attribute):
-            raise ValueError("a source of sessions needs one of header and attribute")
+            raise ValueError("a session source needs either header or attribute")
         if self.attribute and self.attribute != SESSION_ATTRIBUTE:
             raise ValueError(
-                f"nothing here tells the attribute {self.attribute} of requests, expected "
-                f"{SESSION_ATTRIBUTE}, or header with each header that may have it"
+                f"no producer provides the attribute {self.attribute} of requests; expected "
+                f"{SESSION_ATTRIBUTE}, or a header that names the session"
             )
 
     @property
     def described(self) -> dict[str, str]:
-        """As a document has it."""
+        """Return the source as a document spells it."""
         told = {"header": self.header, "attribute": self.attribute, "producer": self.producer}
         return {name: value for name, value in told.items() if value}
 
 
 SessionSources: TypeAlias = Annotated[tuple[SessionSource, ...], Meta(max_length=16)]
-"""The first that a request has names its session."""
+"""Session sources; the first that a request has names its session."""
 
 
 class SessionIndexSettings(
     Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True
 ):
-    """`session-id-producer`: the strategy `session_id` of the field's session affinity.
+    """`session-id-producer`: the strategy `session_id` of llm-d-router's session affinity.
 
-    `headerName` and `ttl` with its 300 s are the reference picker's; `sessionsMax` is ours.
+    `headerName` and `ttl` with its default of 300 s are those of llm-d-router; `sessionsMax` is an
+    addition.
     """
 
     type_name: ClassVar[str] = "session-id-producer"
     abilities: ClassVar[Abilities] = Abilities(names_sessions=True, shares=True, measures=True)
 
     header_name: Annotated[str, Meta(min_length=1)] = SESSION_HEADER
-    """Request header with the session id, used where the request has no `session_id` of its own."""
+    """Request header with the session id, used if the request has no `session_id` of its own."""
     cookie_name: str = ""
-    """A cookie with the session id, in the place of a header."""
+    """Cookie with the session id, used instead of a header."""
     sources: SessionSources = ()
-    """Each a `header`, or `attribute` `SessionIDDataKey` for what `headerName` or `cookieName` say: the
-    first that a request has names its session. None: those two alone."""
+    """Places that may name the session; the first that a request has decides. Each is a `header`,
+    or an `attribute` `SessionIDDataKey`, which stands for `headerName` or `cookieName`. If empty,
+    only these two apply.
+    """
     ttl: Duration = Duration(300.0)
-    """A session is forgotten this long after its last request."""
+    """Time after its last request at which a session is forgotten."""
     sessions_max: Annotated[int, Meta(ge=1)] = 65_536
-    """Above it the least recently used session is forgotten."""
+    """Maximum number of sessions; beyond it the least recently used session is forgotten."""
 
     def __post_init__(self) -> None:
         check_above_zero("ttl", self.ttl)
         if self.cookie_name and self.header_name != SESSION_HEADER:
             raise ValueError(
-                f"headerName is {self.header_name} and cookieName {self.cookie_name}, expected one "
-                "of the two"
+                f"headerName is {self.header_name} and cookieName is {self.cookie_name}; set only "
+                "one of the two"
             )
 
     def session_in(self, request: InferenceRequest, /) -> str:
-        """What `request` names as its session; "" if nothing."""
+        """Return the session that `request` names, or "" if it names none."""
         return request.session_id or self._named_by(request.headers)
 
     @property
     def places(self) -> tuple[tuple[str, str], ...]:
-        """Headers that may name a session, the first first; each with the cookie within it, "" for none."""
+        """Return the headers that may name a session, in order, each with the cookie within it or
+        "".
+        """
         own = ("cookie", self.cookie_name) if self.cookie_name else (self.header_name.lower(), "")
         named = ((source.header.strip().lower(), "") for source in self.sources)
         return tuple(place if place[0] else own for place in named) or (own,)
@@ -114,29 +121,31 @@ class SessionIndexSettings(
         return ""
 
     def open(self) -> AffinityIndex:
-        """A new, empty index."""
+        """Return a new, empty index."""
         return SessionIndex(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply everything to a running index."""
+        """Apply all settings to a running index."""
         return isinstance(index, SessionIndex) and index.configure(self)
 
 
 class SessionIndex:
-    """Which slot each session was last sent to; the unit is the session: 1 of 1, or 0.
+    """The slot to which each session was last sent. A match counts sessions: 1 of 1, or 0 of 1.
 
-    A request without a session id gets 0 of 0.
+    A request without a session id matches 0 of 0.
     """
 
     def __init__(self, settings: SessionIndexSettings) -> None:
         self._sessions: OrderedDict[bytes, _Sent] = OrderedDict()
-        """Key of a session -> (slot, when it was last sent there); the longest unused first."""
+        """Slot and time of the last request of each session, by session key, least recently used
+        first.
+        """
         self._lookups = {"full": 0, "none": 0}
-        """Result -> how many sessions were looked up."""
+        """Number of sessions looked up, by result."""
         self.configure(settings)
 
     def configure(self, settings: SessionIndexSettings) -> bool:
-        """Adopt `settings`; what is too much for them goes at once."""
+        """Adopt `settings`, and drop sessions beyond their limits at once."""
         self._settings = settings
         self._ttl_s = float(settings.ttl)
         self._sessions_max = settings.sessions_max
@@ -147,7 +156,7 @@ class SessionIndex:
         return len(self._sessions)
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """1 for the slot that the session of `request` was last sent to."""
+        """Return 1 for the slot to which the session of `request` was last sent."""
         matched = np.zeros(slots, dtype=np.int64)
         session = self._key_of(request)
         slot, sent_at = self._sessions.get(session, (-1, -math.inf))
@@ -159,7 +168,7 @@ class SessionIndex:
         return Affinity(matched, 1 if session else 0)
 
     def measures(self) -> IndexMeasures:
-        """An entry is a session; `MeasuresItself`."""
+        """Return the measures of `MeasuresItself`; an entry is a session."""
         return IndexMeasures(
             entries=len(self._sessions),
             memory_bytes=len(self._sessions) * _SESSION_BYTES,
@@ -169,7 +178,7 @@ class SessionIndex:
     def record(
         self, request: InferenceRequest, slot: int, now: Seconds
     ) -> tuple[_Sent, _Sent | None] | None:
-        """From now on the session of `request` belongs to `slot`; returns that, and what was before."""
+        """Assign the session of `request` to `slot`. Return the new and the previous assignment."""
         session = self._key_of(request)
         if not session:
             return None
@@ -181,36 +190,38 @@ class SessionIndex:
 
     @property
     def signature(self) -> str:
-        """Sessions are known by the same headers and cookies; `SharedIndex`."""
+        """Return the signature for `SharedIndex`: peers must use the same headers and cookies."""
         named = (f"{header} {cookie}".rstrip() for header, cookie in self._settings.places)
         return "session:" + ",".join(named)
 
     def share(self, request: InferenceRequest) -> Sequence[bytes]:
-        """The session of `request`, if it has one."""
+        """Return the session of `request`, if it has one."""
         session = self._key_of(request)
         return (session,) if session else ()
 
     def learn(self, keys: Sequence[bytes], slot: int, stamp: Seconds, now: Seconds) -> None:
-        """A peer sent the sessions `keys` to `slot` at `stamp`; the last to send one is right."""
+        """Record that a peer sent the sessions `keys` to `slot` at `stamp`; the latest assignment
+        wins.
+        """
         for session in keys:
             known_at = self._sessions.get(session, (-1, -math.inf))[1]
             if len(session) != _KEY_BYTES or stamp <= known_at or stamp < now - self._ttl_s:
                 continue
             self._sessions[session] = (slot, min(stamp, now))
-            # A few milliseconds late, it takes its place among the last.
+            # The record arrives a few milliseconds late, and is placed among the most recent.
             self._sessions.move_to_end(session)
         self._fit()
 
     def shared_entries(self) -> Iterator[tuple[int, Seconds, Sequence[bytes]]]:
-        """Every session, the longest unused first."""
+        """Return every session, least recently used first."""
         for session, (slot, sent_at) in tuple(self._sessions.items()):
             yield slot, sent_at, (session,)
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """The session did not go to `slot` after all; it stays there if it was there before."""
+        """Undo an assignment to `slot`; the session stays there if it was there before."""
         session = self._key_of(request)
         if recorded is None or self._sessions.get(session) is not recorded[0]:
-            return  # It has been sent somewhere since, or is forgotten.
+            return  # The session was assigned again since, or is forgotten.
         before = recorded[1]
         if before is not None and before[0] == slot:
             self._sessions[session] = before
@@ -224,7 +235,7 @@ class SessionIndex:
             del self._sessions[session]
 
     def expire(self, now: Seconds) -> None:
-        """Drop sessions that have been silent for the TTL, at most 4,096 a call."""
+        """Drop sessions that were unused for the TTL, at most 4,096 per call."""
         for _ in range(4_096):
             oldest = next(iter(self._sessions.values()), None)
             if oldest is None or oldest[1] >= now - self._ttl_s:
@@ -232,10 +243,10 @@ class SessionIndex:
             self._sessions.popitem(last=False)
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
-        """The size of an engine's cache does not matter here."""
+        """Do nothing, because the size of an engine's cache does not matter here."""
 
     def _key_of(self, request: InferenceRequest) -> bytes:
-        """A hash of the session's id, of 16 bytes; b"" if it has none."""
+        """Return a 16-byte hash of the session's id, or b"" if the request names none."""
         session = self._settings.session_in(request)
         if not session:
             return b""
@@ -247,7 +258,7 @@ class SessionIndex:
 
 
 def _cookie(header: str, name: str) -> str:
-    """The value of the first cookie `name`; "" if there is none."""
+    """Return the value of the first cookie `name`, or "" if there is none."""
     if len(header) > _COOKIE_BYTES_MAX:
         return ""
     for pair in header.split(";"):
@@ -260,56 +271,58 @@ def _cookie(header: str, name: str) -> str:
 class NoHitLruSettings(
     Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True
 ):
-    """The memory behind `no-hit-lru-scorer`; not written in a configuration by hand."""
+    """The settings of the index behind `no-hit-lru-scorer`, which creates it; configurations do not
+    name it.
+    """
 
     type_name: ClassVar[str] = "no-hit-lru-producer"
     abilities: ClassVar[Abilities] = Abilities(shares=True, measures=True)
 
     lru_size: Annotated[int, Meta(ge=1)] = 1_024
-    """Endpoints that are remembered."""
+    """Maximum number of endpoints to remember."""
 
     def open(self) -> AffinityIndex:
-        """A new, empty index."""
+        """Return a new, empty index."""
         return NoHitLru(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply everything to a running index."""
+        """Apply all settings to a running index."""
         return isinstance(index, NoHitLru) and index.configure(self)
 
 
 class NoHitLru:
-    """In which order the endpoints last got a prompt that nobody held.
+    """The order in which endpoints last received a prompt that no endpoint had cached.
 
-    The unit is a rank: 0 for never, 1 for the least recently used, up to the number remembered,
-    which is the total.
+    The unit is a rank: 0 for never, 1 for the least recently used, up to the number of remembered
+    endpoints, which is the total.
     """
 
     def __init__(self, settings: NoHitLruSettings) -> None:
         self._slots: OrderedDict[int, Seconds] = OrderedDict()
-        """Slot -> when it was last used, the least recently used first."""
+        """Time of the last cold prompt by slot, least recently used first."""
         self.configure(settings)
 
     def configure(self, settings: NoHitLruSettings) -> bool:
-        """Adopt `settings`; what is too much for them goes at once."""
+        """Adopt `settings`, and drop endpoints beyond their limit at once."""
         self._lru_size = settings.lru_size
         self._fit()
         return True
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """The rank of each slot."""
+        """Return the rank of each slot."""
         ranks = np.zeros(max(slots, max(self._slots, default=0) + 1), dtype=np.int64)
         if self._slots:
             ranks[list(self._slots)] = np.arange(1, len(self._slots) + 1)
         return Affinity(ranks[:slots], len(self._slots))
 
     def measures(self) -> IndexMeasures:
-        """An entry is an endpoint; `MeasuresItself`."""
+        """Return the measures of `MeasuresItself`; an entry is an endpoint."""
         return IndexMeasures(
             entries=len(self._slots), memory_bytes=len(self._slots) * _USED_SLOT_BYTES
         )
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
-        """A cold request makes `slot` the most recently used; a warm one changes nothing."""
+        """Make `slot` the most recently used if `request` is cold; otherwise do nothing."""
         if not request.moment.cold:
             return
         self._slots[slot] = now
@@ -317,14 +330,14 @@ class NoHitLru:
         self._fit()
 
     signature: ClassVar[str] = "cold"
-    """`SharedIndex`."""
+    """Signature of the keys, for `SharedIndex`."""
 
     def share(self, request: InferenceRequest) -> Sequence[bytes]:
-        """That `request` was cold, if it was."""
+        """Return the key for a cold request if `request` is cold, else nothing."""
         return _COLD if request.moment.cold else ()
 
     def learn(self, keys: Sequence[bytes], slot: int, stamp: Seconds, now: Seconds) -> None:
-        """A peer sent a cold request to `slot` at `stamp`."""
+        """Record that a peer sent a cold request to `slot` at `stamp`."""
         if not keys or stamp <= self._slots.get(slot, -math.inf):
             return
         newer = [at for at, used in takewhile(_used_after(stamp), reversed(self._slots.items()))]
@@ -335,26 +348,26 @@ class NoHitLru:
         self._fit()
 
     def shared_entries(self) -> Iterator[tuple[int, Seconds, Sequence[bytes]]]:
-        """Every slot that was used, the least recently used first."""
+        """Return every slot that was used, least recently used first."""
         for slot, used_at in tuple(self._slots.items()):
             if used_at > -math.inf:
                 yield slot, used_at, _COLD
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """`slot` did not get this cold request: it becomes the least recently used."""
+        """Make `slot` the least recently used, because it did not receive this cold request."""
         if request.moment.cold and slot in self._slots:
             self._slots[slot] = -math.inf
             self._slots.move_to_end(slot, last=False)
 
     def forget(self, slot: int) -> None:
-        """As if `slot` had never been used."""
+        """Forget that `slot` was ever used."""
         self._slots.pop(slot, None)
 
     def expire(self, now: Seconds) -> None:
-        """Nothing here grows old."""
+        """Do nothing, because entries do not expire."""
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
-        """The size of an engine's cache does not matter here."""
+        """Do nothing, because the size of an engine's cache does not matter here."""
 
     def _fit(self) -> None:
         while len(self._slots) > self._lru_size:

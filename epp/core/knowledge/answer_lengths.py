@@ -1,8 +1,8 @@
-"""How long answers are, by what engines count of those that have ended.
+"""The average length of answers, from the engines' counters of ended answers.
 
-Engines count answers and their tokens: what both have risen by from one page to the next is how long the
-answers were that ended between them. Of one endpoint the last answers count, of the pool the median of
-its endpoints, so that one that counts wrongly, or says what cannot be, moves nobody.
+Engines count answers and their tokens. The increase of both from one page to the next gives the
+length of the answers that ended in between. Recent answers of an endpoint weigh more than old ones.
+The pool's value is the median of its endpoints, so one endpoint with wrong counters has no effect.
 """
 
 import math
@@ -12,25 +12,25 @@ from typing import Final
 from epp.core.types import EndpointMetrics
 
 ANSWERS_MIN: Final = 16
-"""Of one endpoint; of fewer it says nothing."""
+"""Minimum number of answers before an endpoint counts."""
 ANSWERS_REMEMBERED: Final = 256
-"""Of one endpoint, of which the older count half as much as the newer."""
+"""Number of answers after which the weight of an older answer has halved."""
 TOKENS_MIN: Final = 32.0
-"""As if no answer were shorter on average: what a context costs who decodes beside it is never nothing."""
+"""Lower bound of the average. A context always costs the requests that decode beside it something."""
 TOKENS_MAX: Final = 1e6
-"""Of more for each answer a rise is not believed."""
+"""Upper bound of tokens per answer; a larger increase is ignored."""
 
 
 class _Slot:
-    """Of one life of one endpoint."""
+    """The counters of one endpoint since it started."""
 
     __slots__ = ("answers", "answers_total", "tokens", "tokens_total")
 
     def __init__(self) -> None:
         self.answers_total = self.tokens_total = math.nan
-        """As of the last page that told."""
+        """Counters on the last page that had them."""
         self.answers = self.tokens = 0.0
-        """Those that are remembered, the older ones as fewer."""
+        """Decayed sums of answers and of their tokens."""
 
     def rose(self, answers: float, tokens: float) -> None:
         kept = 0.5 ** (answers / ANSWERS_REMEMBERED)
@@ -39,15 +39,17 @@ class _Slot:
 
 
 class AnswerLengths:
-    """Depends on nothing but its arguments: the same calls tell the same in any process."""
+    """The average answer length of a pool. It depends only on its arguments."""
 
     def __init__(self) -> None:
         self._slots: dict[int, _Slot] = {}
         self.tokens: float | None = None
-        """Of an answer of the pool on average, as of the last `tick`; None: too little is known."""
+        """Average number of tokens in an answer of the pool at the last `tick`, or None if too
+        little is known.
+        """
 
     def scraped(self, slot: int, metrics: EndpointMetrics) -> None:
-        """A good page of the endpoint in `slot`."""
+        """Read a good page of the endpoint in `slot`."""
         answers_total, tokens_total = metrics.answers_total, metrics.answer_tokens_total
         known = self._slots.get(slot)
         if known is None:
@@ -55,21 +57,21 @@ class AnswerLengths:
                 return
             known = self._slots[slot] = _Slot()
         answers = answers_total - known.answers_total
-        # Most pages: none has ended.
+        # On most pages no answer has ended.
         if answers == 0.0:
             return
         tokens = tokens_total - known.tokens_total
         known.answers_total, known.tokens_total = answers_total, tokens_total
-        # NaN too: one of the two pages did not tell.
+        # The comparison also rejects NaN, if one of the two pages had no value.
         if 0.0 < answers < math.inf and 0.0 <= tokens <= answers * TOKENS_MAX:
             known.rose(answers, tokens)
 
     def forget(self, slot: int) -> None:
-        """The endpoint in `slot` left or restarted."""
+        """Drop the counters of `slot`, because its endpoint left or restarted."""
         self._slots.pop(slot, None)
 
     def tick(self) -> None:
-        """Make `tokens` of what pages have told."""
+        """Compute `tokens` from the pages so far."""
         lengths = [
             one.tokens / one.answers for one in self._slots.values() if one.answers >= ANSWERS_MIN
         ]

@@ -1,7 +1,8 @@
-"""What plugins see: the candidates of one decision as read-only numpy columns.
+"""The candidates of one decision, as read-only numpy columns for plugins.
 
-The pool keeps one array a signal, indexed by endpoint slot, and updates it in place. `Candidates`
-is a view of some of those slots at one instant; a column is gathered when it is asked for.
+The pool keeps one array for each signal, indexed by endpoint slot, and updates it in place.
+`Candidates` is a view of some of those slots at one time. A column is gathered when a plugin reads
+it.
 """
 
 import math
@@ -31,7 +32,9 @@ SCRAPED: Final = (
     "adapter_state",
     "attribute",
 )
-"""Columns that change only when a scrape tells another value, or an endpoint comes, goes or restarts."""
+"""Columns that change only with a new value in a scrape, or when an endpoint joins, leaves or
+restarts.
+"""
 LISTED: Final = ("endpoints", "labels")
 """Columns that change only with the list of endpoints."""
 VERSIONED: Final = (*SCRAPED, *LISTED)
@@ -40,29 +43,36 @@ NUMBERS: Final = (
     *("metrics_age_s", "inflight_requests", "inflight_context_tokens"),
     *("inflight_prefill_tokens", "prefill_tokens_per_s", "matched_blocks"),
 )
-"""Columns that together say how an endpoint stood at a decision, as `numbers_of` gives them."""
+"""Columns that together describe the state of an endpoint at a decision, as returned by
+`numbers_of`.
+"""
 
 _ROWS: Final = (
     *("waiting_requests", "running_requests", "kv_cache_usage", "kv_capacity_tokens"),
     *("observed_at_s", "prefill_backlog_tokens", "prefill_drained_at_s"),
     *("prefill_tokens_per_s", "prefill_drain_tokens_per_s"),
 )
-"""Columns that lie in one array, in this order."""
+"""Columns that are rows of one array, in this order."""
 
 ATTRIBUTES_MAX: Final = 64
-"""Of one pool: each is a column. What a configuration names beyond them is unknown of everybody."""
+"""Maximum number of attributes of a pool, each of which is a column. Attributes beyond it are
+unknown for every endpoint.
+"""
 
 _NO_ADAPTERS: Final = AdapterReport()
 _NOTHING: Final = np.zeros(())
-"""An array: numpy takes a Python float longer than to add a hundred."""
+"""Zero as an array, because numpy takes longer to convert a Python float than to add a hundred
+values.
+"""
 NO_COLUMNS: Final[Mapping[str, Floats]] = MappingProxyType({})
 
 
 class Affinity(Struct, frozen=True, eq=False, gc=False):
-    """What an affinity index answers: `matched[i]` of `total`, in the index's own unit.
+    """The answer of an affinity index: `matched[i]` of `total`, in the index's own unit.
 
-    From an index, `matched` is int64 by endpoint slot; from `Candidates`, by candidate. So are the
-    `columns`, float64 by name: whatever else the index knows of each endpoint.
+    From an index, `matched` is int64 by endpoint slot; from `Candidates`, it is by candidate. The
+    `columns` hold further values that the index knows of each endpoint, float64 by name, in the
+    same order.
     """
 
     matched: Ints
@@ -71,22 +81,23 @@ class Affinity(Struct, frozen=True, eq=False, gc=False):
 
 
 class EngineLoad(Struct, frozen=True, eq=False):
-    """The load that the engines of n candidates told last: read-only arrays, float64[n] each."""
+    """The latest load that the engines of n candidates reported: read-only arrays, float64[n] each."""
 
     waiting_requests: Floats
     requests: Floats
-    """Waiting and running ones."""
+    """Waiting and running requests."""
     kv_used_tokens: Floats
     """Tokens in KV blocks that requests reference."""
     kv_capacity_tokens: Floats
     complete: bool
-    """Every value is known; otherwise unknown ones are NaN."""
+    """True if every value is known; otherwise unknown values are NaN."""
 
 
 class Columns:
-    """One array a signal, by endpoint slot; an empty slot holds what an unknown endpoint would.
+    """One array for each signal, by endpoint slot. An empty slot has the values of an unknown
+    endpoint.
 
-    Grown by doubling, so a view of an array must not be kept across a change of the pool.
+    The arrays grow by doubling, so a view of one must not be kept across a change of the pool.
     """
 
     waiting_requests: Floats
@@ -94,65 +105,68 @@ class Columns:
     kv_cache_usage: Floats
     kv_capacity_tokens: Floats
     observed_at_s: Floats
-    """-inf: never."""
+    """Time of the last good scrape; -inf if there was none."""
     prefill_backlog_tokens: Floats
-    """Uncached prefill tokens ahead, as of `prefill_drained_at_s`."""
+    """Uncached prefill tokens that were pending at `prefill_drained_at_s`."""
     prefill_drained_at_s: Floats
     prefill_tokens_per_s: Floats
-    """By configuration; of an empty slot, that of the last endpoint there."""
+    """Configured prefill speed; an empty slot has the speed of its last endpoint."""
     prefill_drain_tokens_per_s: Floats
-    """How fast `prefill_backlog_tokens` become fewer, until more is seen of the endpoint."""
+    """Rate at which `prefill_backlog_tokens` fall until the next observation of the endpoint."""
 
     def __init__(self) -> None:
         self.endpoints: list[Endpoint | None] = []
         self.identities: Hashes = np.empty(0, dtype=np.uint64)
-        """Hashes of endpoint ids; of an empty slot, that of the last endpoint there."""
+        """Hashes of endpoint ids; an empty slot has the hash of its last endpoint."""
         self.adapters: list[AdapterReport | None] = []
         self.rows: Floats = np.empty((len(_ROWS), 0))
-        """float64[rows, slots]: the columns `_ROWS`, each of which is an attribute too.
+        """The columns `_ROWS` as float64[rows, slots]; each is also an attribute.
 
-        Because they lie in one array, all of them are read of one endpoint in one step."""
+        One array makes it possible to read all columns of an endpoint in one step.
+        """
         self._name_rows()
         self.cache_queried_tokens: Floats = np.empty(0)
-        """Since the engine started; NaN: it does not tell."""
+        """Prompt tokens looked up since the engine started; NaN if not reported."""
         self.cache_hit_tokens: Floats = np.empty(0)
         self.observed_since_s: Seconds = -math.inf
-        """A lower bound of it for all that are ready; it can only rise while they stay."""
+        """Lower bound of `observed_at_s` for all ready endpoints; it only rises while they stay."""
         self.saturated: Bools = np.empty(0, dtype=np.bool_)
-        """The engine itself refused a request (503) since the last good scrape."""
+        """True if the engine itself refused a request (503) since the last good scrape."""
         self.unreachable: Bools = np.empty(0, dtype=np.bool_)
-        """Scrapes in a row found nobody there."""
+        """True if several scrapes in a row got no response."""
         self.ejected: Bools = np.empty(0, dtype=np.bool_)
-        """Slow or failing, and to get nothing now: `ejection`."""
+        """True if outlier ejection excludes the endpoint now (module `ejection`)."""
         self.inflight_requests: Ints = np.empty(0, dtype=np.int64)
         self.inflight_context_tokens: Ints = np.empty(0, dtype=np.int64)
         self.unreported_requests: Ints = np.empty(0, dtype=np.int64)
-        """Sent there since the engine last told its load."""
+        """Requests sent since the engine's last load report."""
         self.prefill_alike = False
-        """All are known to prefill equally fast."""
+        """True if all endpoints are known to prefill equally fast."""
         self.adapter_generation: Ints = np.empty(0, dtype=np.int64)
         self.adapters_reported = 0
-        """Endpoints of which any of the next is told."""
+        """Number of endpoints with any of the following adapter values."""
         self.adapter_slots_max: Ints = np.empty(0, dtype=np.int64)
         self.adapters_active: Ints = np.empty(0, dtype=np.int64)
         self.adapters_resident: Ints = np.empty(0, dtype=np.int64)
         self.adapters_idle: Ints = np.empty(0, dtype=np.int64)
         self.peers: PeerLoads | None = None
-        """What peers have in flight; None while there are none."""
+        """Requests that peers have in flight, or None while there are no peers."""
         self.attributes: dict[str, Floats] = {}
-        """Key of an attribute -> its column; NaN: unknown. A key that nobody told of has none."""
+        """Column of each attribute by key, with NaN for unknown. A key without any value has no
+        column.
+        """
         self.version = 0
-        """Counts changes of the columns in `versions`."""
+        """Number of changes of all columns in `versions`."""
         self.versions = dict.fromkeys(VERSIONED, 0)
-        """Column -> how often it changed; the same number, the same values."""
+        """Number of changes of each column; the same number means the same values."""
         self.last_load: tuple[Ints, int, EngineLoad] | None = None
-        """The `EngineLoad` that was gathered last, with its slots and the `version` at that time."""
+        """Most recently gathered `EngineLoad`, with its slots and the `version` at that time."""
 
     def __len__(self) -> int:
         return len(self.endpoints)
 
     def add_slot(self) -> int:
-        """Make room for one more endpoint and return its slot."""
+        """Add space for one more endpoint and return its slot."""
         slot = len(self.endpoints)
         if slot == len(self.waiting_requests):
             self._grow(max(8, 2 * slot))
@@ -164,15 +178,16 @@ class Columns:
         return slot
 
     def changed(self, *names: str) -> None:
-        """Columns `names`, which are among the `VERSIONED`, do not hold what they held."""
+        """Record a change of the columns `names`, which must be among the `VERSIONED`."""
         for name in names:
             self.versions[name] += 1
         self.version += len(names)
 
     def clear(self, slot: int) -> None:
-        """Forget everything about `slot`: scrapes and work in flight."""
+        """Forget everything about `slot`: its scrapes and its requests in flight."""
         if self.endpoints[slot] is not None:
-            # Another list: candidates that are looked at later know who was in the slot.
+            # A new list keeps earlier candidates intact: they still know the endpoint that was in
+            # the slot.
             self.endpoints = [*self.endpoints]
             self.endpoints[slot] = None
         self.forget_observations(slot)
@@ -186,7 +201,7 @@ class Columns:
             self.peers.forget_slot(slot)
 
     def forget_observations(self, slot: int) -> None:
-        """Forget what scrapes said of `slot`; work in flight stays."""
+        """Forget the scrapes of `slot`; requests in flight stay."""
         self.set_load(slot, math.nan, math.nan, math.nan)
         self.set_kv_capacity(slot, math.nan)
         self.cache_queried_tokens[slot] = self.cache_hit_tokens[slot] = math.nan
@@ -197,7 +212,7 @@ class Columns:
         self.set_attributes(slot, NO_ATTRIBUTES)
 
     def set_scraped(self, slot: int, metrics: EndpointMetrics) -> None:
-        """Keep what a good scrape says of `slot`."""
+        """Store the values of a good scrape of `slot`."""
         self.set_load(
             slot, metrics.waiting_requests, metrics.running_requests, metrics.kv_cache_usage
         )
@@ -211,8 +226,8 @@ class Columns:
     def set_load(
         self, slot: int, waiting_requests: float, running_requests: float, kv_cache_usage: float
     ) -> None:
-        """Keep what a scrape said of the load of `slot`; a column that tells the same is unchanged."""
-        # Most are told many times a second, and many tell the same. NaN differs from itself.
+        """Store the scraped load of `slot`; a column with an equal value counts as unchanged."""
+        # Scrapes come many times a second, and most values stay the same. NaN differs from itself.
         before = self.waiting_requests.item(slot)
         if before != waiting_requests and not (isnan(before) and isnan(waiting_requests)):
             self.waiting_requests[slot] = waiting_requests
@@ -227,14 +242,14 @@ class Columns:
             self.changed("kv_cache_usage")
 
     def set_kv_capacity(self, slot: int, tokens: float) -> None:
-        """Keep what a scrape said of the size of the KV cache of `slot`; NaN: it did not say."""
+        """Store the scraped KV-cache size of `slot`; NaN if not reported."""
         before = self.kv_capacity_tokens.item(slot)
         if before != tokens and not (isnan(before) and isnan(tokens)):
             self.kv_capacity_tokens[slot] = tokens
             self.changed("kv_capacity_tokens")
 
     def set_adapters(self, slot: int, report: AdapterReport | None) -> None:
-        """Keep what a scrape said of adapters, counted once here and not at every decision."""
+        """Store the scraped adapters of `slot`, with counts that decisions then need not compute."""
         self.adapters_reported += (report is not None) - (self.adapters[slot] is not None)
         self.adapters[slot] = report
         self.changed("adapter_state")
@@ -249,9 +264,9 @@ class Columns:
         self.adapters_idle[slot] = len(report.gpu - report.active - report.pinned)
 
     def set_attributes(self, slot: int, told: Mapping[str, float]) -> None:
-        """Keep what a scrape said of `slot` beside its load; an attribute that is not there is unknown.
+        """Store the scraped attributes of `slot`; a missing attribute is unknown.
 
-        One of which nobody tells any more has no column.
+        An attribute that no endpoint reports any longer loses its column.
         """
         for key in told.keys() - self.attributes.keys():
             if len(self.attributes) < ATTRIBUTES_MAX:
@@ -288,14 +303,14 @@ class Columns:
 
 
 def kv_capacity_tokens(blocks: float | None, block_size_tokens: float | None) -> float:
-    """Of a KV cache, as a page tells of it; NaN: it does not, or tells what cannot be."""
-    # As floats: a page may tell numbers whose product is none.
+    """Return the size of a KV cache in tokens, or NaN if the page has no valid numbers."""
+    # Floats are used because the product of two large numbers on a page may overflow to infinity.
     tokens = float(blocks or 0) * float(block_size_tokens or 0)
     return tokens if 0.0 < tokens < math.inf else math.nan
 
 
 class AdapterColumns:
-    """LoRA state of n candidates."""
+    """The LoRA state of n candidates."""
 
     __slots__ = ("_columns", "_slot")
 
@@ -305,44 +320,48 @@ class AdapterColumns:
 
     @property
     def generation(self) -> Ints:
-        """0: nothing is reported; 1: `lora_requests_info`; 2: residency is reported too."""
+        """Return 0 if nothing is reported, 1 for `lora_requests_info`, 2 if residency is reported
+        too.
+        """
         return self._columns.adapter_generation[self._slot]
 
     @property
     def slots_max(self) -> Ints:
-        """How many adapters the engine can run at once."""
+        """Return the number of adapters that the engine can run at once."""
         return self._columns.adapter_slots_max[self._slot]
 
     @property
     def active_count(self) -> Ints:
-        """Adapters with a running or waiting request."""
+        """Return the number of adapters with a running or waiting request."""
         return self._columns.adapters_active[self._slot]
 
     @property
     def resident_count(self) -> Ints:
-        """Adapters in GPU memory (generation 2)."""
+        """Return the number of adapters in GPU memory (generation 2)."""
         return self._columns.adapters_resident[self._slot]
 
     @property
     def idle_count(self) -> Ints:
-        """Adapters in GPU memory that are neither active nor pinned: they can be evicted."""
+        """Return the number of adapters in GPU memory that are neither active nor pinned, and so
+        can be evicted.
+        """
         return self._columns.adapters_idle[self._slot]
 
     def active(self, adapter: str) -> Bools:
-        """bool[n]: `adapter` has a running or waiting request."""
+        """Return bool[n]: whether `adapter` has a running or waiting request."""
         return np.array([adapter in report.active for report in self._known()], dtype=np.bool_)
 
     def on_gpu(self, adapter: str) -> Bools:
-        """bool[n]: `adapter` is in GPU memory (generation 2)."""
+        """Return bool[n]: whether `adapter` is in GPU memory (generation 2)."""
         return np.array([adapter in report.gpu for report in self._known()], dtype=np.bool_)
 
     def on_cpu(self, adapter: str) -> Bools:
-        """bool[n]: `adapter` is in CPU memory (generation 2)."""
+        """Return bool[n]: whether `adapter` is in CPU memory (generation 2)."""
         return np.array([adapter in report.cpu for report in self._known()], dtype=np.bool_)
 
     @property
     def reports(self) -> list[AdapterReport | None]:
-        """What each told of its adapters; None: nothing."""
+        """Return the adapter report of each candidate, or None if it reported none."""
         adapters = self._columns.adapters
         return [adapters[slot] for slot in self._slot.tolist()]
 
@@ -351,10 +370,10 @@ class AdapterColumns:
 
 
 class Candidates:
-    """n endpoints that may serve one request, as columns of length n.
+    """The n endpoints that may serve one request, as columns of length n.
 
-    `slot` is the pool's own and cannot be written. Every other array is a fresh gather: a plugin may
-    use it as scratch, the pool does not see it.
+    `slot` belongs to the pool and is read-only. Every other array is a new copy, so a plugin may
+    use it as scratch space without an effect on the pool.
     """
 
     __slots__ = (
@@ -379,11 +398,13 @@ class Candidates:
         block_tokens: int = 1,
         prompt_tokens: int = 0,
     ) -> None:
-        """`affinities` by the name of the index, by slot; `prefix` names the one for prefixes."""
+        """Create candidates from `affinities`, by name of the index and by slot; `prefix` names the
+        prefix index.
+        """
         slot.setflags(write=False)
         self._slot = slot
         self.block_tokens = block_tokens
-        """Tokens in one block of `matched_blocks`."""
+        """Number of tokens in one block of `matched_blocks`."""
         self.prompt_tokens = prompt_tokens
         self._columns = columns
         self._endpoints = columns.endpoints
@@ -395,7 +416,7 @@ class Candidates:
         return len(self._slot)
 
     def take(self, keep: Bools | Ints) -> "Candidates":
-        """The candidates at `keep`: a mask or positions."""
+        """Return the candidates at `keep`, a mask or positions."""
         return Candidates(
             self._columns,
             self._slot[keep],
@@ -408,11 +429,11 @@ class Candidates:
 
     @property
     def version(self) -> int:
-        """Counts changes of all columns that have a version, of any endpoint of the pool."""
+        """Return the number of changes of all versioned columns, of any endpoint of the pool."""
         return self._columns.version
 
     def version_of(self, names: tuple[str, ...]) -> int:
-        """Counts changes of the columns `names`, which are among the `VERSIONED`."""
+        """Return the number of changes of the columns `names`, which must be among the `VERSIONED`."""
         versions = self._columns.versions
         changes = 0
         for name in names:
@@ -421,46 +442,46 @@ class Candidates:
 
     @property
     def slot(self) -> Ints:
-        """int64[n], the slot of each in the pool, ascending; read-only."""
+        """Return int64[n]: each candidate's slot in the pool, ascending; read-only."""
         return self._slot
 
     @property
     def waiting_requests(self) -> Floats:
-        """float64[n], requests in the engine's queue; NaN: unknown."""
+        """Return float64[n]: requests in the engine's queue; NaN if unknown."""
         return self._columns.waiting_requests[self._slot]
 
     @property
     def running_requests(self) -> Floats:
-        """float64[n], requests in the engine's batch; NaN: unknown."""
+        """Return float64[n]: requests in the engine's batch; NaN if unknown."""
         return self._columns.running_requests[self._slot]
 
     @property
     def kv_cache_usage(self) -> Floats:
-        """float64[n] in [0, 1], KV blocks referenced by requests; NaN: unknown."""
+        """Return float64[n] in [0, 1]: the share of KV blocks that requests reference; NaN if
+        unknown.
+        """
         return self._columns.kv_cache_usage[self._slot]
 
     @property
     def kv_capacity_tokens(self) -> Floats:
-        """float64[n], tokens that the KV cache holds, 1 or more: its blocks times their size.
-
-        NaN: unknown.
-        """
+        """Return float64[n]: the size of the KV cache in tokens, at least 1; NaN if unknown."""
         return self._columns.kv_capacity_tokens[self._slot]
 
     def engine_load(self) -> EngineLoad:
-        """Combine waiting and running requests, KV cache usage and KV capacity, as engines told them.
+        """Return waiting and running requests, KV-cache usage and KV capacity as the engines
+        reported them.
 
-        The result is gathered once for all requests between two changes of what scrapes tell.
+        The result is gathered once for all requests between two changes of scraped values.
         """
         columns, slot = self._columns, self._slot
         last = columns.last_load
-        # The pool keeps one array of the slots that are ready until they change.
+        # The pool keeps one array of the ready slots until they change.
         if last is not None and last[0] is slot and last[1] == columns.version:
             return last[2]
         capacity = self.kv_capacity_tokens
         waiting = self.waiting_requests
         requests, used = self.running_requests + waiting, self.kv_cache_usage * capacity
-        # A sum or a product is unknown where either part is.
+        # A sum or a product is unknown if either part is.
         unknown = np.isnan(requests).any() or np.isnan(used).any()
         load = EngineLoad(waiting, requests, used, capacity, complete=not unknown)
         for column in (waiting, requests, used, capacity):
@@ -470,44 +491,53 @@ class Candidates:
 
     @property
     def cache_queried_tokens(self) -> Floats:
-        """float64[n], prompt tokens that each looked up in its prefix cache; NaN: unknown."""
+        """Return float64[n]: prompt tokens that each engine looked up in its prefix cache; NaN if
+        unknown.
+        """
         return self._columns.cache_queried_tokens[self._slot]
 
     @property
     def cache_hit_tokens(self) -> Floats:
-        """float64[n], those among them that it held; NaN: unknown."""
+        """Return float64[n]: prompt tokens that each engine found in its prefix cache; NaN if
+        unknown.
+        """
         return self._columns.cache_hit_tokens[self._slot]
 
     @property
     def metrics_age_s(self) -> Floats:
-        """float64[n], seconds since the last good scrape; inf: never."""
+        """Return float64[n]: seconds since the last good scrape; inf if there was none."""
         return self._now - self._columns.observed_at_s[self._slot]
 
     @property
     def metrics_age_s_max(self) -> Seconds:
-        """The greatest `metrics_age_s`; inf: one was never scraped, or there is nobody."""
+        """Return the largest `metrics_age_s`; inf if a candidate was never scraped or there are
+        none.
+        """
         observed_at_s = self._columns.observed_at_s[self._slot]
         if not len(observed_at_s):
             return math.inf
         return self._now - observed_at_s.item(observed_at_s.argmin())
 
     def all_observed_within(self, age_s: Seconds) -> bool:
-        """Whether nobody's metrics are older; `metrics_age_s_max` that mostly looks at no column."""
+        """Return whether no candidate's metrics are older than `age_s`.
+
+        This is faster than `metrics_age_s_max`, because it usually reads no column.
+        """
         observed_since_s = self._columns.observed_since_s
         return self._now - observed_since_s <= age_s or self.metrics_age_s_max <= age_s
 
     def metrics_age_s_of(self, position: int) -> Seconds:
-        """`metrics_age_s` of one candidate."""
+        """Return `metrics_age_s` of one candidate."""
         return self._now - self._columns.observed_at_s.item(self._slot.item(position))
 
     @property
     def saturated(self) -> Bools:
-        """bool[n], the engine refused a request (503) since its last good scrape."""
+        """Return bool[n]: whether the engine refused a request (503) since its last good scrape."""
         return self._columns.saturated[self._slot]
 
     @property
     def inflight_requests(self) -> Ints:
-        """int64[n], requests that this picker and its peers sent there and that have not ended."""
+        """Return int64[n]: running requests that this picker and its peers sent to each candidate."""
         columns = self._columns
         own = columns.inflight_requests[self._slot]
         if columns.peers is not None:
@@ -516,29 +546,33 @@ class Candidates:
 
     @property
     def inflight_context_tokens(self) -> Ints:
-        """int64[n], prompt tokens, cached ones too, of requests sent there that have not ended.
+        """Return int64[n]: prompt tokens, including cached ones, of this picker's running requests.
 
-        Only of this picker: peers tell requests and prefill tokens. Answers so far are not counted.
+        Requests of peers are not included, because peers share only requests and prefill tokens.
+        Tokens of the answers so far are not counted.
         """
         return self._columns.inflight_context_tokens[self._slot]
 
     @property
     def unreported_requests(self) -> Ints:
-        """int64[n], requests that this picker sent there since the engine last told its load.
+        """Return int64[n]: requests that this picker sent since the engine's last load report.
 
-        What `waiting_requests` and `running_requests` cannot know yet, those that ended since too.
+        `waiting_requests` and `running_requests` do not include them yet. Requests that ended since
+        then are counted too.
         """
         return self._columns.unreported_requests[self._slot]
 
     @property
     def inflight_prefill_tokens(self) -> Floats:
-        """float64[n], uncached prompt tokens sent there and not yet prefilled, as far as is known.
+        """Return float64[n]: the estimate of uncached prompt tokens sent there and not yet
+        prefilled.
 
-        By the counter of first tokens on the endpoint's page, where it has one, by first outputs that
-        are seen, and between these by how fast it computes. Those of peers are among them.
+        The estimate follows the counter of first tokens on the endpoint's page, if it has one, and
+        the first outputs that the picker sees. In between, it falls with the endpoint's speed.
+        Tokens of peers are included.
         """
         columns = self._columns
-        # An array, as there: a Python float takes twice as long.
+        # An array is used here as above, because a Python float takes twice as long.
         done = np.array(self._now) - columns.prefill_drained_at_s[self._slot]
         speed = columns.prefill_drain_tokens_per_s[self._slot]
         done *= speed
@@ -550,79 +584,86 @@ class Candidates:
 
     @property
     def prefill_tokens_per_s(self) -> Floats:
-        """float64[n], above 0: how fast each prefills, by configuration."""
+        """Return float64[n], above 0: the configured prefill speed of each candidate."""
         return self._columns.prefill_tokens_per_s[self._slot]
 
     @property
     def prefill_alike(self) -> bool:
-        """All prefill equally fast, so that tokens say as much as seconds; False: perhaps not all."""
+        """Return True if all endpoints prefill equally fast, so that tokens compare like seconds;
+        False if unknown.
+        """
         return self._columns.prefill_alike
 
     @property
     def matched_blocks(self) -> Ints:
-        """int64[n], leading full blocks of the prompt that each holds, by the prefix index."""
+        """Return int64[n]: leading full blocks of the prompt at each candidate, by the prefix
+        index.
+        """
         return self.affinity("").matched
 
     @property
     def total_blocks(self) -> Ints:
-        """int64[n], full blocks of the prompt: the same number for all."""
+        """Return int64[n]: the number of full blocks of the prompt, the same for all candidates."""
         return np.full(len(self._slot), self.affinity("").total, dtype=np.int64)
 
     @property
     def uncached_tokens(self) -> Floats:
-        """float64[n], tokens of this prompt that each would have to compute."""
+        """Return float64[n]: tokens of this prompt that each candidate would have to compute."""
         cached = self.matched_blocks * float(self.block_tokens)
         uncached: Floats = np.maximum(self.prompt_tokens - cached, 0.0)
         return uncached
 
     @property
     def adapters_reported(self) -> bool:
-        """Anything is reported of LoRA adapters, of any endpoint of the pool."""
+        """Return whether any endpoint of the pool reports LoRA adapters."""
         return self._columns.adapters_reported > 0
 
     @property
     def adapter_state(self) -> AdapterColumns:
-        """LoRA adapters, as the last good scrape told."""
+        """Return the LoRA adapters of the last good scrape."""
         return AdapterColumns(self._columns, self._slot)
 
     def attribute(self, key: str) -> Floats:
-        """float64[n], what each tells of itself under `key` (`attribute_key`); NaN: unknown."""
+        """Return float64[n]: the reported values of attribute `key` (`attribute_key`); NaN if
+        unknown.
+        """
         column = self._columns.attributes.get(key)
         return np.full(len(self._slot), math.nan) if column is None else column[self._slot]
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
-        """The candidates themselves, for what no column tells; also after some have left."""
+        """Return the candidates' endpoints, even if some have left since."""
         known = self._endpoints
         found = [known[slot] for slot in self._slot.tolist()]
         return tuple([endpoint for endpoint in found if endpoint is not None])
 
     def name_of(self, position: int) -> str:
-        """The name of one of the `endpoints`."""
+        """Return the name of the endpoint at `position`."""
         endpoint = self._endpoints[self._slot.item(position)]
         assert endpoint is not None, "a candidate is an endpoint"
         return endpoint.name
 
     @property
     def labels(self) -> tuple[Mapping[str, str], ...]:
-        """One mapping a candidate."""
+        """Return the labels of each candidate."""
         return tuple([endpoint.labels for endpoint in self.endpoints])
 
     def rendezvous(self, key: int) -> Hashes:
-        """uint64[n]: a weight of each for `key`, 64 bits. The highest wins, the same everywhere.
+        """Return uint64[n]: the weight of each candidate for `key`, a number of 64 bits. The
+        highest wins.
 
-        Pickers that know the same endpoints find the same winner without a word, and one that
-        leaves takes along only the keys that it had won (`core/knowledge/rendezvous`).
+        Pickers with the same endpoints compute the same winner without communication. An endpoint
+        that leaves changes only the keys that it had won (`core/knowledge/rendezvous`).
         """
         return rendezvous_weights(self._columns.identities[self._slot], key)
 
     def prefix_match(self, position: int) -> tuple[int, int]:
-        """`matched_blocks` and `total_blocks` of one candidate."""
+        """Return `matched_blocks` and `total_blocks` of one candidate."""
         known = self._affinities.get(self._prefix)
         return (0, 0) if known is None else (int(known.matched[self._slot[position]]), known.total)
 
     def matched_most(self) -> int:
-        """The most `matched_blocks` of any candidate."""
+        """Return the largest `matched_blocks` of any candidate."""
         known = self._affinities.get(self._prefix)
         if known is None:
             return 0
@@ -630,14 +671,14 @@ class Candidates:
         return matched.item(matched.argmax())
 
     def inflight_requests_of(self, position: int) -> int:
-        """`inflight_requests` of one candidate."""
+        """Return `inflight_requests` of one candidate."""
         columns = self._columns
         if columns.peers is not None:
             return int(self.inflight_requests[position])
         return columns.inflight_requests.item(self._slot.item(position))
 
     def numbers_of(self, position: int) -> tuple[float, ...]:
-        """The columns `NUMBERS` of one candidate, at a fraction of the cost of gathering them."""
+        """Return the columns `NUMBERS` of one candidate, faster than gathering them would be."""
         columns, slot, now = self._columns, self._slot.item(position), self._now
         waiting, running, usage, capacity, observed_at_s, *prefill = columns.rows[:, slot].tolist()
         backlog_tokens, drained_at_s, speed, drain_speed = prefill
@@ -663,9 +704,9 @@ class Candidates:
         )
 
     def affinity(self, name: str) -> Affinity:
-        """What the index `name` knows, int64[n]; nothing, if there is no such index.
+        """Return the match of the index `name`, int64[n]; all zero if there is no such index.
 
-        "" is the default prefix index.
+        The name "" stands for the default prefix index.
         """
         known = self._affinities.get(name or self._prefix)
         if known is None:

@@ -1,14 +1,15 @@
-"""Who gets no requests for a while, how many may be away at a time, and how one comes back.
+"""Outlier ejection: which endpoints are excluded for a while, how many at a time, and how they
+return.
 
-An endpoint that `outliers` finds failing or slow is *away*: no decision sees it, whatever the
-configuration says about filters. After a time that grows with each ejection it is *probed*: one
-request, then two more at a time. If they go well it is back; if one fails it is away again, for
-longer. That is Envoy's outlier detection (envoyproxy.io, "Outlier detection", of which the times
-and the share are) with the half-open state of a circuit breaker in place of a return at full load.
+An endpoint that `outliers` finds failing or slow is *away*: no decision considers it, regardless of
+the configured filters. After a time that grows with each ejection, it is *probed* with one request,
+then with two at a time. If they succeed, the endpoint returns. If one fails, it is ejected again,
+for longer. The times and the share follow Envoy's outlier detection (envoyproxy.io, "Outlier
+detection"). The half-open state of a circuit breaker replaces Envoy's return at full load.
 
-There are bounds, so that a mistake here costs less than it saves. Who serves some of its requests
-may go only as a small share of the pool. Who answers nothing but errors may go as long as a share
-of the pool stays, and only while those that stay do better.
+Limits keep a wrong ejection cheaper than the benefit of a right one. Endpoints that serve some of
+their requests are ejected only up to a small share of the pool. Endpoints that return nothing but
+errors are ejected while a share of the pool stays, and only while those that stay do better.
 """
 
 import math
@@ -24,9 +25,9 @@ from epp.core.parameters import Parameters
 from epp.core.types import Seconds
 
 COMPARED_MIN: Final = 3
-"""Of two nobody can say which is the slow one."""
+"""Minimum number of endpoints to compare; of two, neither can be identified as the slow one."""
 PROBES: Final = 3
-"""Requests that must go well before an endpoint is back."""
+"""Number of requests that must succeed before an endpoint returns."""
 
 
 class Cause(StrEnum):
@@ -35,55 +36,62 @@ class Cause(StrEnum):
 
 
 class OutlierEjection(Parameters, frozen=True):
-    """Give endpoints that are slow or fail nothing for a time that grows, then try them by single requests.
+    """Eject endpoints that are slow or fail, for a growing time; then probe them with single
+    requests.
 
-    In force by its defaults without being declared, whatever the profile; `enabled: false` turns it
-    off, and then who is slow or fails is only told of (`homing_per_endpoint_outlier`). Slow: what a
-    request there takes, beside what was to be expected of it, is so many times the median of the
-    pool. Failing: so many answers in a row were errors, or so large a share of the last ones. Each
-    replica judges by the answers that it sees.
+    It applies with its defaults even if it is not declared, to every profile. With `enabled:
+    false`, slow and failing endpoints are only reported (`homing_per_endpoint_outlier`). An
+    endpoint is slow if its requests take a multiple of their expected time, compared with the
+    median of the pool. It is failing if several answers in a row were errors, or a large share of
+    recent ones. Each replica judges by the answers that it sees.
     """
 
     type_name: ClassVar[str] = "outlier-ejection"
 
     enabled: bool = True
-    """False: nobody is set aside for being slow or failing."""
+    """True if slow or failing endpoints are ejected."""
     slowness_factor: Annotated[float, Meta(ge=2)] = 3.0
-    """Slow from so many times the median on."""
+    """Multiple of the median from which an endpoint is slow."""
     samples_min: Annotated[int, Meta(ge=5, le=32)] = 20
-    """Answers of an endpoint before it is compared."""
+    """Minimum number of answers of an endpoint before it is compared."""
     consecutive_failures: Annotated[int, Meta(ge=1)] = 3
-    """Failing from so many errors in a row on; of more, if the others in service fail too: until chance
-    would give them such a row once in ten thousand."""
+    """Number of errors in a row from which an endpoint is failing. If the other endpoints fail too,
+    more errors are needed: as many as occur in a row by chance once in ten thousand.
+    """
     failure_percent: Annotated[float, Meta(gt=0, le=100)] = 50.0
-    """Failing from this share of errors among its answers of the last `window` on, if others in
-    service have less than half of it."""
+    """Share of errors among the answers of the last `window` from which an endpoint is failing, if
+    the other endpoints in service have less than half of it.
+    """
     requests_min: Annotated[int, Meta(ge=2)] = 10
-    """Answers in that time before their share counts."""
+    """Minimum number of answers in the window before their share of errors counts."""
     window: Duration = Duration(30.0)
-    """About so long an answer counts in that share."""
+    """Approximate time for which an answer counts in that share."""
     base_ejection_time: Duration = Duration(30.0)
-    """How long it gets nothing; times how often it was ejected, one less for each such time in good
-    standing."""
+    """Duration of the first ejection. It is multiplied by the number of ejections, which falls by
+    one for each such time without an ejection.
+    """
     max_ejection_time: Duration = Duration(300.0)
-    """However often that was."""
+    """Longest duration of an ejection."""
     max_ejection_percent: Annotated[float, Meta(ge=0, le=50)] = 10.0
-    """Of the endpoints, rounded down, may be away though they serve some requests; but one of three
-    or more."""
+    """Largest share of the endpoints, rounded down, that may be ejected although they serve some
+    requests; at least one if there are three endpoints or more.
+    """
     max_failing_percent: Annotated[float, Meta(ge=0, le=90)] = 75.0
-    """Of the endpoints, rounded down, may be away if these answer nothing but errors."""
+    """Largest share of the endpoints, rounded down, that may be ejected if they return nothing but
+    errors.
+    """
 
     def __post_init__(self) -> None:
         check_above_zero("window", self.window)
         check_above_zero("baseEjectionTime", self.base_ejection_time)
         if self.max_ejection_time < self.base_ejection_time:
             raise ValueError(
-                f"maxEjectionTime must be at least baseEjectionTime, {self.base_ejection_time:g}s, "
-                f"is {self.max_ejection_time:g}s"
+                f"maxEjectionTime is {self.max_ejection_time:g}s; it must be at least "
+                f"baseEjectionTime, {self.base_ejection_time:g}s"
             )
 
     def away_max(self, endpoints: int, *, serving_some: bool) -> int:
-        """How many of so many endpoints may be away at a time."""
+        """Return how many of `endpoints` may be away at a time."""
         if not serving_some:
             return int(endpoints * self.max_failing_percent / 100.0)
         share = int(endpoints * self.max_ejection_percent / 100.0)
@@ -91,7 +99,7 @@ class OutlierEjection(Parameters, frozen=True):
 
 
 class Away:
-    """One endpoint that was ejected."""
+    """An ejected endpoint."""
 
     __slots__ = ("cause", "open_probes", "passed", "probed", "serving_some", "since_s", "until_s")
 
@@ -102,20 +110,20 @@ class Away:
         self.serving_some = serving_some
         self.since_s = since_s
         self.until_s = until_s
-        """When it is to be probed; older requests say nothing any more."""
+        """Time from which the endpoint is probed; results of requests sent before are ignored."""
         self.probed = False
         self.open_probes = 0
         self.passed = 0
 
     @property
     def probes_left(self) -> int:
-        """How many more requests it may be given now: one until the first went well."""
+        """Return how many more probes may start now: one until the first has succeeded."""
         allowed = PROBES - self.passed if self.passed else 1
         return allowed - self.open_probes
 
 
 class _Standing:
-    """How often an endpoint was ejected, less one for each base time in good standing."""
+    """The number of an endpoint's ejections, less one for each base time without an ejection."""
 
     __slots__ = ("ejections", "good_since_s")
 
@@ -125,7 +133,9 @@ class _Standing:
 
 
 class Ejection:
-    """Those that are away, by slot, and `Columns.ejected`: who may get nothing at this moment."""
+    """The ejected endpoints by slot. `Columns.ejected` marks those that receive no requests at the
+    moment.
+    """
 
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
@@ -133,19 +143,21 @@ class Ejection:
         self._standings: dict[int, _Standing] = {}
         self.away: dict[int, Away] = {}
         self.masked: set[int] = set()
-        """The slots that `Columns.ejected` marks."""
+        """Slots that `Columns.ejected` marks."""
         self.total = dict.fromkeys(Cause, 0)
-        """Ejections since the start."""
+        """Ejections since the start, by cause."""
 
     def configure(self, settings: OutlierEjection) -> None:
-        """Go by `settings` from now on; not enabled: everybody is back."""
+        """Use `settings` from now on. If ejection is disabled, all endpoints return."""
         self._settings = settings
         if not settings.enabled:
             for slot in tuple(self.away):
                 self._end(slot)
 
     def eject(self, slot: int, cause: Cause, now: Seconds, *, serving_some: bool) -> bool:
-        """Send away the endpoint in `slot`, for longer than last time; False: it may not be."""
+        """Eject the endpoint in `slot`, for longer than last time. Return False if the limits
+        forbid it.
+        """
         known = self.away.get(slot)
         if not self._settings.enabled or (known is not None and not known.probed):
             return False
@@ -171,7 +183,7 @@ class Ejection:
         return partial < few and len(self.away) < max(most, few)
 
     def due(self, now: Seconds) -> list[int]:
-        """Slots that are to be probed from `now` on; each is told once."""
+        """Return the slots to probe from `now` on; each is returned once."""
         due = [slot for slot, one in self.away.items() if not one.probed and now >= one.until_s]
         for slot in due:
             self.away[slot].probed = True
@@ -179,7 +191,7 @@ class Ejection:
         return due
 
     def sent(self, lease: Lease) -> None:
-        """The request of `lease` goes to its slot: a probe, if that is being probed."""
+        """Count the request of `lease` as a probe if its slot is being probed."""
         one = self.away.get(lease.slot)
         if one is not None and one.probed:
             lease.probe = True
@@ -187,7 +199,7 @@ class Ejection:
             self._mask(lease.slot, masked=one.probes_left <= 0)
 
     def probe_ended(self, lease: Lease, *, passed: bool) -> bool:
-        """The probe of `lease` is over, having failed nothing; True if that was the last needed."""
+        """End the probe of `lease`, which did not fail. Return True if it was the last one needed."""
         lease.probe = False
         one = self.away.get(lease.slot)
         if one is None or not one.probed or lease.opened_at_s < one.until_s:
@@ -198,12 +210,12 @@ class Ejection:
         return one.passed >= PROBES
 
     def back(self, slot: int, now: Seconds) -> None:
-        """The endpoint in `slot` is in good standing from `now` on."""
+        """Put the endpoint in `slot` back in service at `now`."""
         self._end(slot)
         self._standings[slot].good_since_s = now
 
     def forgive(self, now: Seconds) -> None:
-        """Count an ejection less of who is in good standing for a base time."""
+        """Reduce the number of ejections of endpoints that stayed in service for a base time."""
         base_s = self._settings.base_ejection_time
         for slot, standing in tuple(self._standings.items()):
             if slot not in self.away and now - standing.good_since_s >= base_s:
@@ -213,7 +225,7 @@ class Ejection:
                     del self._standings[slot]
 
     def forget(self, slot: int) -> None:
-        """The endpoint left or restarted."""
+        """Drop what is known of `slot`, because its endpoint left or restarted."""
         self._standings.pop(slot, None)
         if slot in self.away:
             self._end(slot)

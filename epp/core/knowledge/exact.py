@@ -1,31 +1,37 @@
-"""The exact prefix index: which endpoint holds which head of a prompt, as its engine says.
+"""The exact prefix index: cached prefixes of each endpoint, as the engines' KV-cache events report
+them.
 
-Keys are our own chained hashes over token ids (`core/prompt/token_blocks`). What engines say becomes
-keys in a `Mirror` an endpoint; here is, by key, who holds it: one integer, a bit an endpoint. A look-up
-goes through the keys of a prompt from its head and drops on the way whoever does not hold the next.
+Keys are Homing's own chained hashes over token ids (`core/prompt/token_blocks`). A `Mirror` for
+each rank translates the engine's events into keys. This module stores, for each key, the places
+that hold it, as one integer with a bit for each place. A look-up walks the keys of a prompt from
+its beginning and drops every place that lacks the next key.
 
-**Belief is exact and recent.** Events come when a step of the engine has run, after queue and prefill. What
-was decided in the last seconds is held apart, in an index of decisions with a short time to live, and
-counts beside what is told. That time is as much longer as an endpoint is late: now and then a decision is
-awaited, which is over once the engine tells of it or of a later one. Whoever is later than `LATE_S_MAX` is
-not taken to tell all that it holds.
+**Events are exact, and late.** An engine sends events after a step has run, so after queue and
+prefill. Decisions of the last seconds are therefore kept in a second index, an index of decisions
+with a short time to live, and count in addition. The time to live grows with the delay of the
+endpoint's events. To measure it, the index sometimes waits for the event of a decision, until the
+engine reports that decision or a later one. An endpoint that is later than `LATE_S_MAX` does not
+count as complete.
 
-**Where a stream does not count.** `set_stream` says of each endpoint how its stream stands. One that is
-not heard has nothing here, and the index of decisions answers for it (`joined`); of one that is heard and
-told all that it holds, the column `EXACT` says that nobody else need be asked.
+**Streams that do not count.** `set_stream` sets the state of each endpoint's stream. An endpoint
+without a stream has no entries here, and the index of decisions answers for it (`joined`). If an
+endpoint reported all that it has cached, the column `EXACT` says that no other index is needed for
+it.
 
-**Ranks.** An engine with several ranks behind its address has a mirror a rank, each with a bit, and is
-believed to hold what the best of them holds: whoever sends there says which rank is meant. It told all
-once each of its ranks did. A rank that is not heard any more is forgotten alone. What was decided for a
-rank is noted twice: for its endpoint, beside what went to no rank in particular, and for the rank.
+**Ranks.** An engine with several ranks behind its address has a mirror and a bit for each rank. Its
+match is that of its best rank, because the picker names the rank that must serve. The endpoint is
+complete once each of its ranks is. A rank whose stream ends is forgotten alone. A decision for a
+rank is recorded twice: for the endpoint, like decisions without a rank, and for the rank.
 
-**Never more than is held.** The last block of a prompt that is wholly cached is computed again, a block
-of the engine is used wholly or not at all, and a hybrid model needs all its groups at the same place:
-so far each match is cut down. A tier that is not the device counts by its weight.
+**A match is never too long.** An engine computes the last block of a wholly cached prompt again. It
+uses a block of its own wholly or not at all. A hybrid model needs all its groups at the same
+position. Each match is cut accordingly. A block in a tier other than the device counts by the
+weight of the tier.
 
-**Memory.** A bit belongs to a mirror and not to an endpoint: what restarts is forgotten at once, by
-another bit, and the old rows are swept out bit by bit. Above the limit whoever holds more than an even
-share gives up what it stored last, which is the tail of conversations; it then does not know all.
+**Memory.** A bit belongs to a mirror and not to an endpoint. After a restart, the endpoint gets
+another bit at once, and the old rows are swept out in small steps. Above the memory limit, a rank
+with more than an even share drops what it stored last, which is the end of conversations. It then
+no longer counts as complete.
 """
 
 import math
@@ -66,29 +72,29 @@ from epp.core.prompt.token_blocks import TOKEN_BYTES, hash_tokens, token_seed
 from epp.core.types import Seconds
 
 TOKENS_MAX: Final = 131_072
-"""Of a prompt that are looked at."""
+"""Maximum number of tokens of a prompt that are looked up."""
 SWEPT_MAX: Final = 8_192
-"""Blocks of mirrors that are forgotten, taken out in one call."""
+"""Maximum number of blocks of forgotten mirrors that one call removes."""
 SWEPT_AT_ONCE_MAX: Final = 1_024
-"""Of a mirror that has no more, all are taken out when it is forgotten."""
+"""Size in blocks up to which a forgotten mirror is removed at once."""
 KNOWN_SPARE_MAX: Final = 4_096
-"""Blocks that are noted before it is looked again how much memory is left: some 100 messages."""
+"""Number of blocks that are stored before the memory limit is checked again: about 100 messages."""
 GIVEN_UP_SHARE: Final = 64
-"""Whoever gives up blocks for others gives up at least one in so many."""
+"""Divisor of a mirror's size that gives the least number of blocks to drop at a time for memory."""
 RECENT_BYTES_MAX: Final = 16 * 1024 * 1024
 LATE_S_MAX: Final[Seconds] = 30.0
-"""What was decided is awaited for so long to be told."""
+"""Time for which the index waits for the events of a decision."""
 AWAITED_MAX: Final = 32
-"""Decisions at one endpoint that are awaited, spread over `LATE_S_MAX`."""
+"""Maximum number of decisions per endpoint whose events are awaited, spread over `LATE_S_MAX`."""
 SOUGHT_MAX: Final = 256
-"""Prompts at one endpoint of which it was asked whether its engine holds them, and it did not yet."""
+"""Maximum number of prompts per endpoint that were requested before the engine had cached them."""
 HOST: Final = "cpu"
-"""The tier from which engines let others fetch blocks, as they call it."""
+"""Engines' name of the tier from which other engines can fetch blocks."""
 _COUNTS: Final = frozenset({StreamState.REPLAYING, StreamState.LIVE})
 
 
 class ExactIndexSettings(PrecisePrefixCacheParameters, frozen=True):
-    """`precise-prefix-cache-producer`."""
+    """The settings of `precise-prefix-cache-producer`."""
 
     type_name: ClassVar[str] = "precise-prefix-cache-producer"
     abilities: ClassVar[Abilities] = Abilities(
@@ -102,16 +108,18 @@ class ExactIndexSettings(PrecisePrefixCacheParameters, frozen=True):
     )
 
     def open(self) -> AffinityIndex:
-        """A new, empty index."""
+        """Return a new, empty index."""
         return ExactIndex(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply to a running index all but what its keys and its streams depend on."""
+        """Apply settings to a running index. Return False if its keys or streams would change."""
         return isinstance(index, ExactIndex) and index.configure(self)
 
 
 class _RecentSettings(PrefixIndexSettings, frozen=True):
-    """The index of what was decided lately: its blocks are as small as those of the other."""
+    """The settings of the index of recent decisions, whose blocks may be as small as those of the
+    exact index.
+    """
 
     @property
     def block_tokens(self) -> int:
@@ -125,17 +133,17 @@ class ExactStatistics(Struct):
     partial_hits: int = 0
     no_hits: int = 0
     unknown_tokens: int = 0
-    """Requests whose tokens are not known, or whether they ask for an adapter: nothing was looked up."""
+    """Requests without a look-up, because their tokens or their adapter were unknown."""
     evicted_told: int = 0
-    """The engine said so."""
+    """Blocks that the engine reported as removed."""
     evicted_memory: int = 0
     evicted_forgotten: int = 0
     unbalanced: int = 0
-    """Engines whose stores and removals did not balance."""
+    """Number of times that an engine's stores and removals did not balance."""
 
 
 class _Place:
-    """The rows of one mirror: they carry its bit."""
+    """The rows of one mirror, which share its bit."""
 
     __slots__ = ("bit", "mirror", "mirror_numbers", "mirror_rows", "number", "rank", "slot")
 
@@ -143,15 +151,15 @@ class _Place:
         self.number = number
         self.bit = 1 << number
         self.slot = slot
-        """-1: it is forgotten."""
+        """Slot of the endpoint; -1 if the place is forgotten."""
         self.rank = rank
         self.mirror = mirror
         self.mirror_rows, self.mirror_numbers = 0, 0
-        """When they were counted last."""
+        """Sizes of the mirror when they were last counted."""
 
 
 class _Rank:
-    """How the stream of one rank stands."""
+    """The state of one rank's stream."""
 
     __slots__ = ("complete", "counting", "place", "state")
 
@@ -163,54 +171,58 @@ class _Rank:
 
     @property
     def is_gone(self) -> bool:
-        """Nothing is heard of it, and nothing known."""
+        """Return whether the rank has no stream and no blocks."""
         silent = self.place is None or not len(self.place.mirror)
         return self.state is StreamState.NONE and silent
 
     @property
     def told_all(self) -> bool:
-        """All that it holds is known."""
+        """Return whether all blocks that the rank has cached are known."""
         place = self.place
         counts = self.complete and self.state in _COUNTS
         return counts and place is not None and not place.mirror.cut
 
 
 class _Placed(Struct, frozen=True, gc=False):
-    """What undoes a `record` at a rank."""
+    """The data that undoes a `record` at a rank."""
 
     anywhere: Any
-    """In the index of what was decided for endpoints."""
+    """Data to undo the record in the index of decisions for endpoints."""
     number: int
-    """Of the rank, in the index of what was decided for ranks."""
+    """Number of the rank in the index of decisions for ranks."""
     there: Any
 
 
 class _Slot:
-    """What is known of one endpoint beside its rows."""
+    """The state of one endpoint, apart from its rows."""
 
     __slots__ = ("awaited", "blocks_total", "overdue", "placed", "ranks", "sought")
 
     def __init__(self) -> None:
         self.ranks = [_Rank()]
-        """At least one; nearly always no more."""
+        """States of the ranks; at least one, and usually only one."""
         self.awaited: deque[tuple[Seconds, int]] = deque()
-        """(when it was decided, the key that is told of it), the oldest first."""
+        """Awaited decisions as (time, key that the engine will report), oldest first."""
         self.overdue = False
-        """What was awaited for `LATE_S_MAX` did not come, nor has anything that was decided since."""
+        """True if an event was awaited for `LATE_S_MAX` and neither it nor a later one came."""
         self.blocks_total = 0
-        """Of all ranks; 0: the engine does not say."""
+        """Number of blocks of all ranks; 0 if the engine does not report it."""
         self.sought: dict[int, Held] = {}
-        """The last key of a prompt -> what was answered, and is followed until the engine holds it."""
+        """Answers that are updated until the engine has the whole prompt, by the prompt's last key."""
         self.placed: dict[int, int] = {}
-        """Rank -> its number in the index of what was decided for ranks; kept for as long as this."""
+        """Number of each rank in the index of decisions for ranks; it stays valid as long as this
+        object.
+        """
 
     @property
     def told_all(self) -> bool:
-        """All that each rank holds is known."""
+        """Return whether all blocks that each rank has cached are known."""
         return all(rank.told_all for rank in self.ranks)
 
     def seek(self, key: int, held: Held) -> Held:
-        """Follow `held`, or what was answered before of the prompt that ends with `key`."""
+        """Update `held` from now on, or return the earlier answer for the prompt that ends with
+        `key`.
+        """
         sought = self.sought
         known = sought.get(key)
         if known is not None:
@@ -222,58 +234,64 @@ class _Slot:
         return held
 
     def found(self, keys: Iterable[int]) -> None:
-        """The engine holds `keys` from now on."""
+        """Record that the engine has `keys` cached from now on."""
         for key in self.sought.keys() & keys:
             held = self.sought.pop(key)
             held.blocks = held.total
 
     def seek_no_more(self) -> None:
-        """What the engine told so far is forgotten."""
+        """Invalidate the answers, because the engine's events so far are no longer valid."""
         for held in self.sought.values():
             held.void = True
         self.sought.clear()
 
 
 class ExactIndex:
-    """`AffinityIndex` that engines tell; the unit is one full block of `block_tokens` tokens."""
+    """An `AffinityIndex` fed by KV-cache events; the unit is one full block of `block_tokens`
+    tokens.
+    """
 
     def __init__(self, settings: ExactIndexSettings) -> None:
         self.block_tokens: Final = settings.block_tokens
         self._blocks_max: Final = max(1, TOKENS_MAX // settings.block_tokens)
         self.statistics: Final = ExactStatistics()
         self.entries = 0
-        """(key, endpoint) pairs, of all tiers, those that are forgotten and not yet swept included."""
+        """Number of (key, endpoint) pairs in all tiers, including forgotten ones that are not yet
+        removed.
+        """
         self._tiers: dict[str, dict[int, int]] = {DEVICE: {}}
-        """Tier -> key -> who holds it, a bit a place."""
+        """Places that hold a key, as a bit mask, by tier, then by key."""
         self._slots: list[_Slot] = []
         self._places: list[_Place | None] = []
         self._slot_of: list[int] = []
-        """By the number of a place; -1 where it is forgotten."""
+        """Slot of each place by its number; -1 if the place is forgotten."""
         self._forgotten: list[_Place] = []
         self._counted = 0
-        """The bits of the places whose streams count."""
+        """Bits of the places whose streams count."""
         self._mirror_rows, self._mirror_numbers = 0, 0
-        """Of all mirrors."""
+        """Sizes of all mirrors."""
         self._known_spare = 0
-        """What is left of `_spare`, since that was worked out last."""
+        """Part of `_spare` that is left since it was last computed."""
         self._memory_share = 1.0
         self._names = ModelNames()
         self._awaiting = False
-        """Anything is awaited anywhere."""
+        """True if the event of any decision is awaited."""
         self._looked_at_s: Seconds = -math.inf
-        """When it was last seen what had been told of it."""
+        """Time of the last check for awaited events."""
         self._exact: Floats | None = None
-        """The column `EXACT`; None: it is to be made anew."""
+        """The column `EXACT`, or None if it must be computed again."""
         self._settings = settings
         self._recent = PrefixIndex(self._recent_settings(settings))
         self._placed = PrefixIndex(self._recent_settings(settings))
-        """What was decided for ranks, by their numbers."""
+        """Index of decisions for ranks, by the numbers of the ranks."""
         self._numbers = 0
-        """That were given to ranks."""
+        """Number of rank numbers given out."""
         self.configure(settings)
 
     def configure(self, settings: ExactIndexSettings) -> bool:
-        """Adopt weights and limits; False and no change if keys or engines would be others."""
+        """Adopt weights and limits. Return False, without a change, if keys or engines would
+        differ.
+        """
         before = self._settings
         if (
             settings.block_tokens != before.block_tokens
@@ -298,15 +316,19 @@ class ExactIndex:
         )
 
     def limit_memory(self, share: float) -> None:
-        """Take `share` of `memoryMaxBytes` at most; what is above goes with events and sweeps."""
+        """Limit the index to `share` of `memoryMaxBytes`; the excess is dropped by later events and
+        sweeps.
+        """
         self._memory_share = share
         self._memory_max_bytes = int(share * self._settings.memory_max_bytes)
         self._known_spare = 0
 
-    # What is known.
+    # Look-ups.
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """Leading full blocks that each slot holds, by their weight, summed over the prompts."""
+        """Return the leading full blocks at each slot, weighted by tier and summed over the
+        prompts.
+        """
         chains = self._chains(request)
         self._look_for_awaited(now)
         columns = {EXACT: self._exact_of(slots)}
@@ -320,7 +342,7 @@ class ExactIndex:
             blocks = len(chain) // HASH_BYTES
             tokens = self._tokens_of(request, number, blocks)
             total += blocks
-            # The last token is always computed, to have what comes after it.
+            # The engine always computes the last token, because it needs the output after it.
             usable = min(blocks, max(0, tokens - 1) // self.block_tokens)
             matched += self._matched(request, number, chain, usable, tokens, slots, now)
             if host is not None:
@@ -340,7 +362,7 @@ class ExactIndex:
         return Affinity(matched, total, columns)
 
     def measures(self) -> IndexMeasures:
-        """For the metrics; `MeasuresItself`."""
+        """Return the measures of `MeasuresItself` for the metrics."""
         told = self.statistics
         return IndexMeasures(
             entries=self.entries,
@@ -360,29 +382,29 @@ class ExactIndex:
 
     @property
     def bytes_estimated(self) -> int:
-        """Process memory of the index, from measured constants."""
+        """Return the estimated memory of the index in the process, from measured constants."""
         keys = sum(map(len, self._tiers.values()))
-        # Of each key one mirror has the number that its row has.
+        # One mirror of each key shares its number with the row.
         others = max(0, self._mirror_numbers - keys)
         told_bytes = (keys + self._mirror_rows) * ROW_BYTES + others * NUMBER_BYTES
         return told_bytes + self._recent.bytes_estimated + self._placed.bytes_estimated
 
     def mirror_of(self, slot: int, rank: int = 0) -> Mirror | None:
-        """What the engine in `slot` told of `rank`; None: nothing."""
+        """Return the mirror of `rank` at `slot`, or None if it has none."""
         place = self._rank(slot, rank).place if rank < self.ranks_at(slot) else None
         return None if place is None else place.mirror
 
-    # What engines say.
+    # Events of engines.
 
     def hear(self, slot: int, events: Sequence[Event], now: Seconds, *, rank: int = 0) -> Heard:
-        """The engine in `slot` says so of its rank `rank`."""
+        """Apply events of rank `rank` of the engine in `slot`."""
         told_rank = self._rank(slot, rank)
         known = self._slots[slot]
         changes: list[Changed] = []
         faults: list[Fault] = []
         cleared = Cleared in map(type, events)
         if cleared:
-            # What came before it is as if it had not been; all is gone, in all tiers and groups.
+            # Events before a clear have no effect, because all tiers and groups are emptied.
             last = max(at for at, event in enumerate(events) if type(event) is Cleared)
             events = events[last + 1 :]
             self.clear(slot, rank=rank)
@@ -421,7 +443,7 @@ class ExactIndex:
         )
 
     def clear(self, slot: int, *, rank: int | None = None) -> None:
-        """The engine in `slot` holds nothing, neither of what it said nor of what was decided."""
+        """Drop all blocks of the engine in `slot`, both reported and assumed from decisions."""
         for one in range(self.ranks_at(slot)) if rank is None else (rank,):
             self.silence(slot, rank=one)
         self._recent.forget(slot)
@@ -436,7 +458,7 @@ class ExactIndex:
         *,
         rank: int = 0,
     ) -> None:
-        """As `hear`, for whoever has only what came of it."""
+        """Apply the result of `hear`, for a caller that has only the changes."""
         place = self._rank(slot, rank).place or self._new_place(slot, rank)
         place.mirror.engine_block_tokens = engine_block_tokens
         place.mirror.adopt(changes)
@@ -444,11 +466,13 @@ class ExactIndex:
         self._apply(changes, place)
 
     def adapters_told(self, names: Collection[str]) -> None:
-        """Engines serve LoRA adapters, these among them."""
+        """Note that engines serve LoRA adapters with these names."""
         self._names.adapters_told(names)
 
     def set_stream(self, slot: int, state: StreamState, *, complete: bool, rank: int = 0) -> None:
-        """How much what `slot` says of `rank` counts; `complete`: it told all that it holds there."""
+        """Set the state of the stream of `rank` at `slot`. `complete` is True if all cached blocks
+        are known.
+        """
         known = self._rank(slot, rank)
         known.state = state
         known.complete = complete
@@ -466,13 +490,13 @@ class ExactIndex:
         self._count_places()
 
     def ranks_at(self, slot: int) -> int:
-        """How many ranks the engine in `slot` has."""
+        """Return the number of ranks of the engine in `slot`."""
         return len(self._slots[slot].ranks) if slot < len(self._slots) else 1
 
     def held_by_ranks(self, request: InferenceRequest, slot: int, now: Seconds) -> list[int]:
-        """Leading full blocks that each rank in `slot` holds, as it said or as was decided lately for it.
+        """Return the leading full blocks at each rank of `slot`, reported or recently decided.
 
-        Summed over the prompts.
+        The numbers are summed over the prompts.
         """
         ranks = self.ranks_at(slot)
         held = np.zeros(ranks, dtype=np.int64)
@@ -494,7 +518,7 @@ class ExactIndex:
         return found
 
     def silence(self, slot: int, *, rank: int = 0) -> None:
-        """What the engine in `slot` said so far of `rank` does not hold; what was decided does."""
+        """Drop the reported blocks of `rank` at `slot`; recorded decisions stay."""
         known = self._rank(slot, rank)
         self._await_nothing(slot)
         self._slots[slot].seek_no_more()
@@ -510,10 +534,11 @@ class ExactIndex:
         self._count_places()
 
     def held(self, request: InferenceRequest, slot: int) -> Held | None:
-        """How much of the first prompt of `request` the engine in `slot` said that it holds.
+        """Return how much of the first prompt of `request` the engine in `slot` reported as cached.
 
-        None: it tells not all that it holds, or more than the tokens decides what its blocks are: an
-        adapter, a salt. An answer that is less than all is followed until the engine holds all.
+        Return None if the engine's blocks are not all known, or if a block depends on more than its
+        tokens (an adapter or a salt). An answer below the whole prompt is updated until the engine
+        has the whole prompt.
         """
         known = self._slots[slot] if slot < len(self._slots) else None
         chains = request.token_chains.get(self.block_tokens)
@@ -538,21 +563,22 @@ class ExactIndex:
         return held if most == total else known.seek(keys[total - 1], held)
 
     def _held_blocks(self, place: _Place, keys: "array[int]", total: int) -> int:
-        """Of the first `total` of `keys`, how many are held from the first on."""
-        # The key of a block stands for all of the prompt up to there.
+        """Return how many of the first `total` of `keys` the place holds, from the first on."""
+        # The key of a block depends on the whole prompt up to its end.
         if self._holds(place, keys[total - 1]):
             return total
-        # Engines give up tails before heads.
+        # Engines evict the end of a prompt before its beginning.
         return bisect_left(range(total), True, key=lambda at: not self._holds(place, keys[at]))
 
-    # What the scheduler does.
+    # Decisions of the scheduler.
 
     def record(
         self, request: InferenceRequest, slot: int, now: Seconds, *, rank: int | None = None
     ) -> Any:
-        """Assume for a little while that `slot` holds `request`, at `rank` if it has that among others.
+        """Assume for a short time that `slot` has `request` cached, at `rank` if it has several
+        ranks.
 
-        Returns what undoes it, or None.
+        Return the data that undoes it, or None.
         """
         chains = self._chains(request)
         if not chains:
@@ -568,7 +594,7 @@ class ExactIndex:
         return _Placed(anywhere, number, self._placed.record(recent, number, now))
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """`slot` was not sent `request` after all."""
+        """Undo the assumption, because `request` was not sent to `slot`."""
         if recorded is not None:
             chains = request.token_chains.get(self.block_tokens, ())
             recent = self._as_recent(chains)
@@ -580,7 +606,7 @@ class ExactIndex:
                 self._await_no_more(slot, chains[0])
 
     def forget(self, slot: int) -> None:
-        """The endpoint in `slot` left or restarted."""
+        """Drop all blocks of `slot`, because its endpoint left or restarted."""
         if slot >= len(self._slots):
             return
         known = self._slots[slot]
@@ -591,7 +617,7 @@ class ExactIndex:
         self.clear(slot)
 
     def expire(self, now: Seconds) -> None:
-        """Sweep out what is forgotten, and what is above the memory limit, a bounded number."""
+        """Remove forgotten rows and rows above the memory limit, a bounded number."""
         self._look_for_awaited(now)
         left = SWEPT_MAX
         while self._forgotten and left > 0:
@@ -603,10 +629,10 @@ class ExactIndex:
         self._placed.expire(now)
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
-        """The engine in `slot` has so many blocks: it cannot hold more."""
+        """Set the number of blocks of the engine in `slot`, which it cannot exceed."""
         self._slot(slot).blocks_total = max(0, blocks_total)
 
-    # Looking up.
+    # Keys and walks.
 
     def _chains(self, request: InferenceRequest) -> tuple[bytes, ...]:
         made = request.token_chains.get(self.block_tokens)
@@ -614,16 +640,19 @@ class ExactIndex:
             return made
         adapter = self._adapter_of(request)
         if adapter is None or (self._sglang and (adapter or request.cache_salt)):
-            # The hashes of SGLang leave these out: what it says of them cannot be told from the rest.
+            # SGLang's hashes ignore adapter and salt, so its events do not distinguish these
+            # prompts.
             return ()
         return request.token_chains_of(self.block_tokens, self._blocks_max, adapter=adapter)
 
     def _adapter_of(self, request: InferenceRequest) -> str | None:
-        """As `ModelNames.adapter_of`."""
+        """Return the adapter as `ModelNames.adapter_of` does."""
         return self._names.adapter_of(request.model, self._tiers[DEVICE])
 
     def _await_own(self, request: InferenceRequest, now: Seconds) -> None:
-        """Whether `request` asks for the model itself is seen by what engines hold of it."""
+        """Find out whether `request` names the base model, by watching what engines cache of its
+        prompt.
+        """
         names, prompts = self._names, request.token_ids
         if not prompts or self._sglang or any(request.moment.token_media):
             return
@@ -636,7 +665,7 @@ class ExactIndex:
             blocks_max=self._blocks_max,
         )
         if chain:
-            # The last is the one that fewest others have.
+            # The last key is the one that the fewest other prompts share.
             names.asked(request.model, array("Q", chain)[-1], self._tiers[DEVICE], now)
 
     def _as_recent(self, chains: tuple[bytes, ...]) -> InferenceRequest:
@@ -644,14 +673,16 @@ class ExactIndex:
         return InferenceRequest(request_id="", chains={block_bytes: chains})
 
     def _told_blocks(self, blocks: int, engine_block_tokens: int) -> int:
-        """Of `blocks` of ours, with nothing behind them, those that end within a whole block of the engine."""
+        """Return how many of `blocks` blocks without a rest end within a whole block of the engine."""
         size = engine_block_tokens
         if not self.block_tokens % size:
             return blocks
         return blocks * self.block_tokens // size * size // self.block_tokens
 
     def _tokens_of(self, request: InferenceRequest, number: int, blocks: int) -> int:
-        """Tokens of prompt `number`; where they are gone, as many as the request says, or its blocks have."""
+        """Return the tokens of prompt `number`, or an estimate from the request or its blocks if
+        they were dropped.
+        """
         prompts = request.token_ids
         if prompts:
             return len(prompts[number]) // TOKEN_BYTES
@@ -684,7 +715,9 @@ class ExactIndex:
     def _limit_to_one_rank(
         self, matched: Ints, request: InferenceRequest, chains: tuple[bytes, ...], now: Seconds
     ) -> None:
-        """All prompts of a request are served at one rank: no endpoint holds more of them than that one."""
+        """Limit `matched` to what the best single rank of each endpoint has, because one rank
+        serves all prompts.
+        """
         slots = len(matched)
         ranked = [at for at, one in enumerate(self._slots[:slots]) if len(one.ranks) > 1]
         if not ranked:
@@ -706,9 +739,9 @@ class ExactIndex:
         alive: int,
         at_of: Sequence[int] | Mapping[int, int],
     ) -> None:
-        """Raise `depths` to what the places of the bits `alive` told of `keys`.
+        """Raise `depths` to the leading `keys` that the places with bits `alive` reported.
 
-        `at_of`: by the number of a place, where in `depths` it counts.
+        `at_of` gives the position in `depths` of each place, by number of the place.
         """
         found, lost = self._walk(keys, alive)
         steps: Sequence[int] = ()
@@ -729,7 +762,7 @@ class ExactIndex:
             depths[at] = max(depths.item(at), weighed)
 
     def _add_placed(self, depths: Ints, slot: int, chain: bytes, usable: int, now: Seconds) -> None:
-        """Raise `depths`, by rank, to what was decided lately for the ranks of `slot`."""
+        """Raise `depths`, by rank, to the recent decisions for the ranks of `slot`."""
         if not self._placed.entries or not self._slot(slot).placed:
             return
         known = self._placed.match(self._as_recent((chain,)), self._numbers, now).matched
@@ -738,7 +771,7 @@ class ExactIndex:
                 depths[rank] = max(depths.item(rank), min(known.item(number), usable))
 
     def _number_of(self, slot: int, rank: int) -> int:
-        """Of a rank in the index of what was decided for ranks."""
+        """Return the number of a rank in the index of decisions for ranks."""
         placed = self._slot(slot).placed
         number = placed.get(rank)
         if number is None:
@@ -747,7 +780,7 @@ class ExactIndex:
         return number
 
     def _add_host_blocks(self, host: Floats, keys: list[int]) -> None:
-        """Add to each slot how many of `keys`, from the first on, are in the memory of its host."""
+        """Add to each slot the number of leading `keys` in the memory of its host."""
         most: dict[int, int] = {}
         for place_number, blocks in self._walk_one(self._tiers[HOST], keys, self._counted).items():
             place = self._places[place_number]
@@ -757,7 +790,7 @@ class ExactIndex:
             host[slot] += blocks
 
     def _exact_of(self, slots: int) -> Floats:
-        """1.0 for each slot that told all that it holds, and of which all is kept."""
+        """Return 1.0 for each slot whose cached blocks are all known and stored."""
         exact = self._exact
         if exact is None or len(exact) < slots:
             exact = self._exact = np.zeros(max(slots, len(self._slots)))
@@ -766,7 +799,7 @@ class ExactIndex:
         return exact[:slots]
 
     def _steps(self, request: InferenceRequest, number: int) -> Sequence[int]:
-        """The chain of a prompt in steps; nothing, where its tokens are gone."""
+        """Return the chain of a prompt in steps, or nothing if its tokens were dropped."""
         step_tokens = next(place.mirror.step_tokens for place in self._places if place is not None)
         if not request.token_ids:
             return ()
@@ -775,16 +808,17 @@ class ExactIndex:
         return array("Q", chains[number])
 
     def _walk(self, keys: list[int], alive: int) -> tuple[dict[int, int], dict[int, float]]:
-        """Number of a place of the bits `alive` -> how many of `keys` it holds from the first on.
+        """Return the leading `keys` that each place with a bit in `alive` holds, by number of the
+        place.
 
-        And what tiers take off.
+        The second result is what lower tiers deduct, by number of the place.
         """
         if any(rows for tier, rows in self._tiers.items() if tier != DEVICE):
             return self._walk_tiers(keys, alive)
         return self._walk_one(self._tiers[DEVICE], keys, alive), {}
 
     def _walk_one(self, rows: dict[int, int], keys: list[int], alive: int) -> dict[int, int]:
-        """Number of a place -> how many of `keys` it holds in one tier, from the first on."""
+        """Return the leading `keys` that each place holds in one tier, by number of the place."""
         found: dict[int, int] = {}
         for depth, key in enumerate(keys):
             mask = rows.get(key, 0) & alive
@@ -797,11 +831,12 @@ class ExactIndex:
         return found
 
     def _walk_tiers(self, keys: list[int], alive: int) -> tuple[dict[int, int], dict[int, float]]:
-        """As `_walk`, where a block counts by the best of the tiers that hold it."""
+        """Walk like `_walk`; a block counts by the best tier that holds it."""
         found: dict[int, int] = {}
         lost: dict[int, float] = {}
         tiers = sorted(self._tiers.items(), key=lambda tier: -self._weights[tier[0]])
-        # (mask, what a block takes off) -> in how many blocks: mostly the same from block to block.
+        # Number of blocks by (mask, deduction per block); the pair rarely changes from block to
+        # block.
         runs: dict[tuple[int, float], int] = {}
         depth = 0
         for depth, key in enumerate(keys):
@@ -827,10 +862,10 @@ class ExactIndex:
                 lost[number] = lost.get(number, 0.0) + less * blocks
         return found, lost
 
-    # How late engines tell.
+    # Delay of events.
 
     def _await_told(self, chain: bytes, slot: int, now: Seconds) -> None:
-        """Await that the engine in `slot` tells of a prompt that is sent there now, if that says anything."""
+        """Wait for the event of a prompt that is sent to `slot` now, if its arrival is informative."""
         known = self._slot(slot)
         if known.awaited and now - known.awaited[-1][0] < LATE_S_MAX / AWAITED_MAX:
             return
@@ -853,7 +888,9 @@ class ExactIndex:
         return any(place is not None and self._holds(place, key) for place in places)
 
     def _look_for_awaited(self, now: Seconds) -> None:
-        """See what was told, some times in `speculativeTTL`, and how long what was decided counts."""
+        """Check for awaited events a few times per `speculativeTTL`, and adapt the time to live of
+        decisions.
+        """
         ttl_s = float(self._settings.speculative_ttl)
         if not self._awaiting or now - self._looked_at_s < ttl_s / 4:
             return
@@ -875,7 +912,7 @@ class ExactIndex:
                 known.overdue = overdue
                 self._exact = None
             late_s = now - awaited[0][0] if awaited else 0.0
-            # What is told in time needs no time of its own.
+            # Events without delay need no longer time to live.
             factor = 1.0 + late_s / ttl_s if late_s > ttl_s / 2 else 1.0
             self._recent.stretch(slot, factor)
             for number in known.placed.values():
@@ -883,21 +920,21 @@ class ExactIndex:
             self._awaiting = self._awaiting or bool(awaited)
 
     def _await_no_more(self, slot: int, chain: bytes) -> None:
-        """The prompt with this chain was not sent to `slot`."""
+        """Stop waiting for the prompt with this chain, because it was not sent to `slot`."""
         awaited = self._slot(slot).awaited
         keys = frozenset(array("Q", chain)) if awaited else ()
         for one in [one for one in awaited if one[1] in keys]:
             awaited.remove(one)
 
     def _await_nothing(self, slot: int) -> None:
-        """What the endpoint in `slot` was sent so far is not awaited any more."""
+        """Stop waiting for the events of all prompts sent to `slot` so far."""
         known = self._slots[slot]
         known.awaited.clear()
         if known.overdue:
             known.overdue = False
             self._exact = None
 
-    # Rows.
+    # Rows and places.
 
     def _slot(self, number: int) -> _Slot:
         slots = self._slots
@@ -906,23 +943,23 @@ class ExactIndex:
         return slots[number]
 
     def _rank(self, slot: int, rank: int) -> _Rank:
-        """ValueError for one that is beyond what is heard."""
+        """Return the state of a rank. Raises `ValueError` for a rank beyond `RANKS_MAX`."""
         if not 0 <= rank < RANKS_MAX:
-            raise ValueError(f"rank is {rank}, expected one from 0 on below {RANKS_MAX}")
+            raise ValueError(f"rank is {rank}; it must be at least 0 and below {RANKS_MAX}")
         ranks = self._slot(slot).ranks
         while rank >= len(ranks):
             ranks.append(_Rank())
-            # Of the new one nothing is told.
+            # The new rank has reported nothing yet.
             self._exact = None
         return ranks[rank]
 
     @property
     def _ranks(self) -> int:
-        """Of all slots."""
+        """Return the number of ranks of all slots."""
         return sum(len(known.ranks) for known in self._slots)
 
     def _blocks_left(self, known: _Slot, place: _Place) -> int:
-        """How many blocks of the engine can be in `place`, beside those of its other ranks."""
+        """Return how many of the engine's blocks can be in `place`, given those of its other ranks."""
         if len(known.ranks) == 1:
             return known.blocks_total
         others = (rank.place for rank in known.ranks)
@@ -947,7 +984,7 @@ class ExactIndex:
         return place
 
     def _count_places(self) -> None:
-        """How a stream stands, or who is where, has changed."""
+        """Update `_counted` and `_exact` after a change of a stream or a place."""
         self._exact = None
         self._counted = 0
         for known in self._slots:
@@ -956,7 +993,7 @@ class ExactIndex:
                     self._counted |= rank.place.bit
 
     def _apply(self, changes: Iterable[Changed], place: _Place) -> int:
-        """Note what `place` holds from now on; return how many rows it holds no more."""
+        """Apply changes to the rows of `place`; return how many rows were removed."""
         bit = place.bit
         new = gone = 0
         known = self._slots[place.slot] if place.slot >= 0 else None
@@ -970,7 +1007,7 @@ class ExactIndex:
                 for key in keys:
                     mask = rows.get(key)
                     if mask is None:
-                        # The one object of all that only this place holds.
+                        # The place's own integer is shared by all keys that only this place holds.
                         rows[key] = bit
                         new += 1
                     elif not mask & bit:
@@ -990,10 +1027,10 @@ class ExactIndex:
         self.entries += new - gone
         return gone
 
-    # Giving up.
+    # Memory.
 
     def _sweep(self, place: _Place, blocks_max: int) -> int:
-        """Take out rows of a forgotten place; return how many blocks went."""
+        """Remove rows of a forgotten place; return how many blocks were removed."""
         changes: list[Changed] = []
         given = place.mirror.give_up(blocks_max, changes)
         self._count_rows(place)
@@ -1004,7 +1041,7 @@ class ExactIndex:
         return max(1, given)
 
     def _count_rows(self, place: _Place) -> None:
-        """Of `place`, as its mirror has them now."""
+        """Update the totals with the current sizes of the mirror of `place`."""
         rows, numbers = place.mirror.rows, place.mirror.numbers
         self._mirror_rows += rows - place.mirror_rows
         self._mirror_numbers += numbers - place.mirror_numbers
@@ -1012,19 +1049,23 @@ class ExactIndex:
 
     @property
     def _spare(self) -> int:
-        """Blocks that there is room for under the memory limit; below 0: that are too many."""
+        """Return the number of blocks that still fit below the memory limit; below 0 if there are
+        too many.
+        """
         return (self._memory_max_bytes - self.bytes_estimated) // (2 * ROW_BYTES)
 
     @property
     def _fair_blocks(self) -> int:
-        """That each rank may have, whatever others have."""
+        """Return the number of blocks to which each rank is entitled."""
         return self._memory_max_bytes // (2 * ROW_BYTES) // max(1, self._ranks)
 
     def _room(self, stored: Stored, place: _Place) -> int:
-        """How many blocks the mirror of `place` may keep more: as many as `stored` has, where that fits."""
+        """Return how many more blocks the mirror of `place` may store: those of `stored`, if they
+        fit.
+        """
         mirror = place.mirror
         wanted = mirror.tail_blocks * len(stored.hashes)
-        # Runs that waited for this one are stored with it.
+        # Runs that waited for this one are stored together with it.
         floating = mirror.floating_runs
         if wanted > self._known_spare or floating:
             self._count_rows(place)
@@ -1038,7 +1079,9 @@ class ExactIndex:
         return room
 
     def _give_up(self, blocks: int) -> None:
-        """Let whoever holds most forget so many blocks, and some more, so as not to come back at once."""
+        """Drop `blocks` blocks of the largest place, and some more, so that this is not needed
+        again at once.
+        """
         places = [place for place in self._places if place is not None and place.slot >= 0]
         if not places or not blocks:
             return
@@ -1051,13 +1094,13 @@ class ExactIndex:
 
 
 def _note(found: dict[int, int], mask: int, depth: int) -> None:
-    """The places of `mask` hold `depth` blocks."""
+    """Record a depth of `depth` blocks for the places of `mask`."""
     if depth:
         found.update(dict.fromkeys(_places_in(mask), depth))
 
 
 def _places_in(mask: int) -> Iterator[int]:
-    """The numbers of the bits that are set."""
+    """Yield the numbers of the bits that are set."""
     while mask:
         lowest = mask & -mask
         yield lowest.bit_length() - 1

@@ -1,4 +1,4 @@
-"""Parameters of `precise-prefix-cache-producer`, as the field spells them."""
+"""The parameters of `precise-prefix-cache-producer`, spelt as in llm-d-router."""
 
 import re
 from ipaddress import ip_address
@@ -14,66 +14,70 @@ from epp.core.parameters import Parameters
 Port: TypeAlias = Annotated[int, Meta(ge=1, le=65_535)]
 
 BLOCK_TOKENS: Final = 16
-"""Where nothing is said, as in the reference picker."""
+"""Default number of tokens in a block, as in the reference picker."""
 BLOCK_TOKENS_ADVISED: Final = 32
 UNLISTED_WEIGHT: Final = 0.5
-"""Of a tier that is neither the device nor listed."""
+"""Weight of a tier that is neither the device nor listed."""
 
 ROW_BYTES: Final = 92
-"""Of a key, with who holds it; of a block of the engine; and of the tokens that are kept of one that ends
-inside a step. What a process grows by in CPython 3.11, in the mean of how full its tables are."""
+"""Memory of one row in bytes: of a key with its holders, of an engine's block, or of the tokens
+kept for a block that ends inside a step. Measured growth of a process in CPython 3.11, averaged
+over the fill of its tables.
+"""
 NUMBER_BYTES: Final = 48
-"""Of a number with which a block of the engine ends, or of ours within it, that is not the key of a row."""
+"""Memory in bytes of a number at the end of an engine's block, or of ours within it, that is not
+the key of a row.
+"""
 _BYTES: Final = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) *([KMGT]?)(I?)B?", re.IGNORECASE)
 _PREFIXES: Final = ("", "k", "m", "g", "t")
 
 _PORT: Final = re.compile("[0-9]{1,5}")
 _PORT_MAX: Final = 65_535
-_EVERYWHERE: Final = ("*", "0.0.0.0", "::")  # noqa: S104  who connects is looked at
+_EVERYWHERE: Final = ("*", "0.0.0.0", "::")  # noqa: S104  connections are checked
 
 
 class TokenProcessorConfig(Parameters, frozen=True):
-    """How keys are made; of this only the size of a block matters here."""
+    """The settings for making keys; only the block size has an effect here."""
 
     block_size_tokens: Annotated[int, Meta(ge=1, le=65_536)] | None = None
     block_size: Annotated[int, Meta(ge=1, le=65_536)] | None = None
-    """Deprecated name; counts while `blockSizeTokens` is not given."""
+    """Deprecated name; it applies if `blockSizeTokens` is not given."""
     hash_seed: str = ""
-    """No effect: keys are not the engines' here, nothing has to equal theirs."""
+    """No effect, because keys need not equal those of the engines."""
     hash_algorithm: str = ""
-    """No effect, likewise."""
+    """No effect, because keys need not equal those of the engines."""
 
     @property
     def block_tokens(self) -> int:
-        """Tokens in a block, in effect."""
+        """Return the effective number of tokens in a block."""
         return self.block_size_tokens or self.block_size or BLOCK_TOKENS
 
 
 class TierWeight(Parameters, frozen=True):
-    """What a block is worth in a tier, beside one on the device."""
+    """The value of a block in a tier, relative to one on the device."""
 
     name: Annotated[str, Meta(min_length=1)]
     weight: Annotated[float, Meta(ge=0, le=1)]
 
 
 class InMemoryConfig(Parameters, frozen=True):
-    """`size` in keys."""
+    """Settings of a memory store; `size` is the number of keys."""
 
     size: Annotated[int, Meta(ge=1)] | None = None
     pod_cache_size: Annotated[int, Meta(ge=1)] | None = None
-    """No effect: a key is known of every endpoint that holds it."""
+    """No effect, because a key is stored for every endpoint that has it."""
 
 
 class CostAwareMemoryConfig(Parameters, frozen=True):
     size: str = ""
-    """In bytes, with a unit such as MB or GiB."""
+    """Size in bytes, with a unit such as MB or GiB."""
 
     def __post_init__(self) -> None:
         self._read_size()
 
     @property
     def size_bytes(self) -> int | None:
-        """None: it is not given."""
+        """Return the size in bytes, or None if it is not given."""
         return self._read_size()
 
     def _read_size(self) -> int | None:
@@ -81,14 +85,18 @@ class CostAwareMemoryConfig(Parameters, frozen=True):
             return None
         given = _BYTES.fullmatch(self.size.strip())
         if given is None:
-            raise ValueError(f"size is {self.size!r}, expected bytes with a unit, such as 2GiB")
+            raise ValueError(
+                f"size is {self.size!r}; expected a number of bytes with a unit, such as 2GiB"
+            )
         number, prefix, binary = given.groups()
         size_bytes = float(number) * (1_024 if binary else 1_000) ** _PREFIXES.index(prefix.lower())
         return max(1, int(size_bytes))
 
 
 class KvBlockIndexConfig(Parameters, frozen=True):
-    """Where the field keeps its index; here it is in memory, whatever is given, and as small as that."""
+    """The settings of llm-d-router's index store. Here the index is always in memory, within the
+    given sizes.
+    """
 
     in_memory_config: InMemoryConfig | None = None
     cost_aware_memory_config: CostAwareMemoryConfig | None = None
@@ -96,20 +104,20 @@ class KvBlockIndexConfig(Parameters, frozen=True):
     valkey_config: dict[str, Any] | None = None
     enable_metrics: bool = False
     metrics_logging_interval: str | int = 0
-    """As text, or in nanoseconds."""
+    """Interval as a duration text, or in nanoseconds."""
 
     def __post_init__(self) -> None:
         if isinstance(self.metrics_logging_interval, str):
             parse_duration(self.metrics_logging_interval)
         if self.redis_config is not None or self.valkey_config is not None:
             raise ValueError(
-                "the index is not kept in Redis or Valkey, each picker hears every engine itself: "
-                "remove `redisConfig`"
+                "an index in Redis or Valkey is not supported, because each picker receives the "
+                "events of every engine; remove `redisConfig`"
             )
 
     @property
     def memory_max_bytes(self) -> int | None:
-        """What the sizes leave to the index; None: none is given."""
+        """Return the smallest given memory size for the index, or None if none is given."""
         given: list[int | None] = []
         if self.in_memory_config is not None and self.in_memory_config.size is not None:
             given.append(2 * ROW_BYTES * self.in_memory_config.size)
@@ -125,29 +133,34 @@ class IndexerConfig(Parameters, frozen=True):
         TierWeight(name="cpu", weight=0.8),
     )
     kv_cache_default_backend_weight: Annotated[float, Meta(ge=0, le=1)] = UNLISTED_WEIGHT
-    """Of tiers that are not listed."""
+    """Weight of tiers that are not listed."""
     tokenizers_pool_config: Any = None
 
     def __post_init__(self) -> None:
         if self.tokenizers_pool_config is not None:
             raise ValueError(
-                "tokenizers are not configured here, prompts become tokens by `token-producer`: "
+                "tokenizers are not configured here, but by `token-producer`; "
                 "remove `tokenizersPoolConfig`"
             )
 
 
 class PodDiscoveryConfig(Parameters, frozen=True):
-    """Where each endpoint sends its events."""
+    """The places to which endpoints send their events."""
 
     socket_port: Port | None = None
-    """Of the first rank; None: each endpoint is asked, and 5557 if it does not say."""
+    """Port of the first rank. If None, each endpoint is asked for it, and 5557 applies if it does
+    not answer.
+    """
     replay_socket_port: Port | None = None
-    """Where old events are asked for; None: where the endpoint says, or not at all."""
+    """Port for requests of old events. If None, the endpoint's own value applies, or old events are
+    not requested.
+    """
     data_parallel_size: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1
-    """Ranks behind each address, where it is not asked: the next one publishes at the next port, or says
-    in what it sends that it is the next where engines connect."""
+    """Number of ranks behind each address, if the endpoint is not asked. The next rank publishes at
+    the next port, or names its rank in its messages if engines connect to the picker.
+    """
     pod_label_selector: str = ""
-    """The endpoints of the pool are listened to, whatever it says."""
+    """No effect, because the picker subscribes to the endpoints of the pool."""
     pod_namespace: str = ""
 
     def __post_init__(self) -> None:
@@ -157,23 +170,26 @@ class PodDiscoveryConfig(Parameters, frozen=True):
         ):
             if port is not None and port + self.data_parallel_size - 1 > _PORT_MAX:
                 raise ValueError(
-                    f"{name} is {port} with dataParallelSize {self.data_parallel_size}, expected "
-                    f"the port of the last rank to be {_PORT_MAX} at most"
+                    f"{name} is {port} with dataParallelSize {self.data_parallel_size}; "
+                    f"the port of the last rank must be at most {_PORT_MAX}"
                 )
 
 
 class KvEventsConfig(Parameters, frozen=True):
-    """How engines are heard."""
+    """The settings for receiving KV-cache events."""
 
     zmq_endpoint: str = ""
-    """Where the picker listens and engines connect to, "tcp://*:5557": each tells one picker alone."""
+    """Address at which the picker listens for engines, such as "tcp://*:5557". An engine then sends
+    to one picker only.
+    """
     topic_filter: str = ""
-    """What topics begin with. Endpoints are told apart by the connection; those that connect and share
-    an address also by their topic, `kv@IP:PORT@MODEL`."""
+    """Prefix of topics. Endpoints are distinguished by their connection. Endpoints that connect
+    from a shared address are also distinguished by their topic, `kv@IP:PORT@MODEL`.
+    """
     concurrency: Annotated[int, Meta(ge=1)] = 4
     engine_type: Literal["vllm", "sglang"] = "vllm"
     discover_pods: bool = True
-    """The picker connects to each endpoint of the pool."""
+    """True if the picker connects to each endpoint of the pool."""
     pod_discovery_config: PodDiscoveryConfig = field(default_factory=PodDiscoveryConfig)
 
     def __post_init__(self) -> None:
@@ -181,7 +197,9 @@ class KvEventsConfig(Parameters, frozen=True):
 
     @property
     def binds(self) -> tuple[str, int] | None:
-        """(address, port) at which engines may connect, "" for every address; None: they may not."""
+        """Return the (address, port) at which engines may connect, with "" for every address; None
+        if they may not.
+        """
         return self._read_binds()
 
     def _read_binds(self) -> tuple[str, int] | None:
@@ -193,14 +211,16 @@ class KvEventsConfig(Parameters, frozen=True):
         port_given = _PORT.fullmatch(port) and int(port) <= _PORT_MAX
         if scheme != "tcp" or not port_given or not _is_own_address(host):
             raise ValueError(
-                f"zmqEndpoint is {self.zmq_endpoint!r}, expected tcp://ADDRESS:PORT of the picker "
+                f"zmqEndpoint is {self.zmq_endpoint!r}; expected tcp://ADDRESS:PORT of the picker "
                 "itself, such as tcp://*:5557"
             )
         return ("" if host in _EVERYWHERE else host, int(port))
 
 
 def _is_own_address(host: str) -> bool:
-    """As the picker can listen at; a name may be anybody's."""
+    """Return whether the picker can listen at `host`; a name is refused, because it may belong to
+    another machine.
+    """
     if host == "*":
         return True
     try:
@@ -211,72 +231,77 @@ def _is_own_address(host: str) -> bool:
 
 
 class PrecisePrefixCacheParameters(Parameters, frozen=True):
-    """What `precise-prefix-cache-producer` and the older `precise-prefix-cache-scorer` take."""
+    """The parameters of `precise-prefix-cache-producer` and the older
+    `precise-prefix-cache-scorer`.
+    """
 
     token_processor_config: TokenProcessorConfig = field(default_factory=TokenProcessorConfig)
-    """`blockSizeTokens`, 16 if it is not given, or the older `blockSize`; keys are not the engines'
-    here, so that `hashSeed` and `hashAlgorithm` need not equal theirs."""
+    """Block size: `blockSizeTokens`, 16 by default, or the older `blockSize`. `hashSeed` and
+    `hashAlgorithm` have no effect, because keys need not equal those of the engines.
+    """
     indexer_config: IndexerConfig = field(default_factory=IndexerConfig)
-    """Weights of tiers beside the device in `kvCacheBackendConfigs`, a list of `name` and `weight`, and of
-    others in `kvCacheDefaultBackendWeight`; the store in `kvBlockIndexConfig` is memory, and its metrics
-    are always on: `inMemoryConfig.size`, in keys, and `costAwareMemoryConfig.size`, "2GiB", lower
-    `memoryMaxBytes`."""
+    """Weights and sizes. `kvCacheBackendConfigs` lists tiers with `name` and `weight`, and
+    `kvCacheDefaultBackendWeight` applies to other tiers. The store in `kvBlockIndexConfig` is
+    always memory, with metrics. `inMemoryConfig.size`, in keys, and `costAwareMemoryConfig.size`,
+    such as "2GiB", lower `memoryMaxBytes`.
+    """
     kv_events_config: KvEventsConfig = field(default_factory=KvEventsConfig)
-    """How engines are heard: `engineType`, `topicFilter`, `discoverPods`, and
-    `podDiscoveryConfig.socketPort`, `.replaySocketPort` and `.dataParallelSize`, without which each
-    endpoint is asked;
-    `zmqEndpoint`, where engines connect to."""
+    """Event settings: `engineType`, `topicFilter`, `discoverPods`, and in `podDiscoveryConfig`
+    `socketPort`, `replaySocketPort` and `dataParallelSize`. Without these three, each endpoint is
+    asked. `zmqEndpoint` is the address to which engines connect.
+    """
     speculative_indexing: bool = True
-    """What was decided lately counts as held until the engine says so."""
+    """True if recent decisions count as cached until the engine's events arrive."""
     speculative_ttl: Duration = field(default=Duration(2.0), name="speculativeTTL")
-    """How lately."""
+    """Time for which a decision counts as recent."""
     memory_max_bytes: Annotated[int, Meta(ge=1)] = 536_870_912
-    """Estimated memory of the whole index; above it what was stored last is not kept."""
+    """Estimated memory of the whole index in bytes; above it, the blocks stored last are dropped."""
 
     def __post_init__(self) -> None:
         check_above_zero("speculativeTTL", self.speculative_ttl)
         size = self.indexer_config.kv_block_index_config.memory_max_bytes
         if size is not None and size < self.memory_max_bytes:
-            # Whoever plans memory, or shows what the index may take, reads one number.
+            # Memory planning and reports read this one number.
             structs.force_setattr(self, "memory_max_bytes", size)
 
     @property
     def block_tokens(self) -> int:
-        """Tokens in a block, in effect."""
+        """Return the effective number of tokens in a block."""
         return self.token_processor_config.block_tokens
 
     def warnings(self) -> list[str]:
-        """What does less here than it says, one sentence each."""
+        """Return one sentence for each parameter that has less effect than documented."""
         found: list[str] = []
         processor, events = self.token_processor_config, self.kv_events_config
         if processor.block_size is not None:
             found.append("tokenProcessorConfig.blockSize is deprecated, use blockSizeTokens")
         if self.block_tokens < BLOCK_TOKENS_ADVISED:
             found.append(
-                f"blocks of {self.block_tokens} tokens cost much memory, "
-                f"{BLOCK_TOKENS_ADVISED} or 64 know as much"
+                f"blocks of {self.block_tokens} tokens use much memory; "
+                f"{BLOCK_TOKENS_ADVISED} or 64 give the same matches"
             )
         if processor.hash_seed or processor.hash_algorithm:
             found.append(
-                "hashSeed and hashAlgorithm have no effect, keys need not equal those of engines"
+                "hashSeed and hashAlgorithm have no effect, because keys need not equal those of "
+                "engines"
             )
         store = self.indexer_config.kv_block_index_config
         if store.in_memory_config is not None and store.in_memory_config.pod_cache_size is not None:
             found.append(
-                "podCacheSize has no effect, a key is known of every endpoint that holds it"
+                "podCacheSize has no effect, because a key is stored for every endpoint that has it"
             )
         discovery = events.pod_discovery_config
         if discovery.pod_label_selector or discovery.pod_namespace:
             found.append(
-                "podLabelSelector and podNamespace have no effect, the endpoints of the pool are "
-                "listened to"
+                "podLabelSelector and podNamespace have no effect, because the picker subscribes "
+                "to the endpoints of the pool"
             )
         if not (events.discover_pods or events.zmq_endpoint):
-            found.append("discoverPods is false: no engine is listened to")
+            found.append("discoverPods is false: the picker receives events from no engine")
         return found
 
     def weight_of(self, tier: str) -> float:
-        """Of a block in `tier`, beside one on the device."""
+        """Return the weight of a block in `tier`, relative to one on the device."""
         for listed in self.indexer_config.kv_cache_backend_configs:
             if listed.name.lower() == tier:
                 return listed.weight

@@ -1,16 +1,19 @@
-"""How many of our requests at an endpoint have had their first output, by the counter on its page.
+"""The number of our requests at an endpoint that had their first output, from the counter on its
+page.
 
-Engines count first tokens, all requests together: `first_outputs_total` of a page. What it has risen by since the
-last page are first outputs, oldest requests first; of some we know already, because a chunk or the end
-of an answer was seen. The rest are told here, so that their prompts need not be believed to wait.
+Engines count the first tokens of all requests: `first_outputs_total` of a page. The increase since
+the last page are first outputs, oldest requests first. Some of them are already known, because the
+picker saw a chunk or the end of the answer. This class returns the rest, so that their prompts no
+longer count as pending.
 
-Others may use the endpoint, whose requests are in the same counter: of what it has risen by, ours is
-the share that our requests in flight are of all that pages show there. And a page is written by whoever
-answers at the endpoint's address: a counter that stands still while answers come, or falls, is not gone
-by, and what it has not shown with the second page is forgotten.
+Other clients may use the endpoint, and their requests are in the same counter. Our share of the
+increase is our share of all requests that pages show there. Any server may answer at the endpoint's
+address, so a counter is not trusted if it falls, or stands still while answers come. A known first
+output that the counter does not show by the second page is dropped.
 
-Nor is one where LoRA adapters are used. Requests that wait for a slot or for their adapter to be loaded
-are passed by others, and hold up nobody; what scorers make of them was weighed without them.
+The counter is not used if the endpoint reports LoRA adapters. Requests that wait for a slot or for
+their adapter are overtaken by others and delay none of them. The weights of the scorers were chosen
+without such requests.
 """
 
 import math
@@ -20,25 +23,31 @@ from typing import Final
 from epp.core.types import EndpointMetrics, Seconds
 
 PAGE_S_MAX: Final = 2.0
-"""Of pages that are further apart nothing is learnt: what they tell is over."""
+"""Largest time between two pages, in seconds, from which the increase is used."""
 UNSHOWN_MAX: Final = 4
-"""First outputs that we know of and that the next page may show: answers come while a page is read."""
+"""Maximum number of known first outputs that the next page may show, because answers arrive while a
+page is read.
+"""
 SILENT_MAX: Final = 4
-"""So many first outputs that we know of, and none that the counter does: it stands still."""
+"""Number of known first outputs without any increase from which the counter counts as standing
+still.
+"""
 RISES_AFTER_FALL: Final = 16
-"""Pages on which a counter that has fallen must rise before it is gone by again."""
+"""Number of increases after a fall before the counter is used again."""
 RISE_MAX: Final = 1e9
-"""Of more first outputs from page to page the rest is not looked at."""
+"""Maximum increase between two pages; the excess is ignored."""
 PAGES_AVERAGED: Final = 16
-"""For the share of the requests there that is ours."""
+"""Number of pages over which our share of the requests is averaged."""
 OTHERS_MIN: Final = 1.0
-"""Requests of others that pages must show on average. Requests of ours that end between the reading of a
-page and now look like requests of others, and a first output that is not taken for ours is never made up for."""
+"""Average number of other clients' requests that pages must show before a share is applied.
+Requests of ours that end between the reading of a page and now look like those of others. A first
+output that is not counted as ours is never corrected.
+"""
 _KEPT: Final = 1.0 - 1.0 / PAGES_AVERAGED
 
 
 class FirstOutputs:
-    """Of one life of one endpoint."""
+    """The counter of one endpoint since it started."""
 
     __slots__ = (
         *("_all", "_count", "_doubted", "_known", "_late", "_ours", "_rest", "_silent", "counted"),
@@ -46,38 +55,42 @@ class FirstOutputs:
 
     def __init__(self) -> None:
         self.counted = False
-        """Its counter tells which prompts have been computed."""
+        """True if the counter is usable to tell which prompts have been computed."""
         self._count = math.nan
         self._doubted = 0
-        """Rises until a counter that fell is believed."""
+        """Number of increases until a counter that fell is used again."""
         self._known = 0
-        """First outputs that we know of since the last page."""
+        """Number of first outputs that the picker saw since the last page."""
         self._late = 0
-        """Those of the page before that the last one did not show."""
+        """Number of first outputs seen before the last page that it did not show."""
         self._silent = 0
-        """First outputs that we know of since the counter rose last."""
+        """Number of first outputs that the picker saw since the last increase."""
         self._rest = 0.0
-        """What is ours of a rise, less than a request."""
+        """Fraction of a request that is left from our share of the increases."""
         self._ours = self._all = 0.0
-        """Requests in flight: sums over the last pages, ours and what these showed."""
+        """Requests in flight, as decayed sums over the last pages: ours, and all that the pages
+        showed.
+        """
 
     def known(self) -> None:
-        """One of ours has had its first output, and no page has told so."""
+        """Record that one of our requests had its first output, seen by the picker."""
         self._known += 1
         self._silent += 1
 
     def assumed(self) -> None:
-        """One of ours is taken to have had it."""
+        """Record that one of our requests is assumed to have had its first output."""
         self._known += 1
 
     def scraped(self, metrics: EndpointMetrics, inflight_requests: int, *, since_s: Seconds) -> int:
-        """How many of ours have had it that we do not know of; of `inflight_requests`, ours there.
+        """Return how many of our requests had a first output that the picker has not seen.
 
-        `since_s`: how long the last page is ago; inf: there was none.
+        `inflight_requests` are our requests there. `since_s` is the time since the last page, inf
+        if there was none.
         """
         before = self._count
         count = self._count = metrics.first_outputs_total if metrics.adapters is None else math.nan
-        # An engine that has counted no more than we have there was new when we came: all of it is ours.
+        # A first counter value of at most our requests in flight comes from a new engine, so all of
+        # it is ours.
         new = since_s == math.inf and isnan(before) and 0.0 < count <= inflight_requests
         rise = count if new else count - before
         if not new and (isnan(rise) or since_s > PAGE_S_MAX):
@@ -90,7 +103,7 @@ class FirstOutputs:
             self._ours = self._ours * _KEPT + inflight_requests
             self._all = self._all * _KEPT + there
         if rise == 0.0 and not (self._known or self._late or self._doubted):
-            # Most pages: all of what follows would come to this.
+            # Most pages end here; the code below would give the same result.
             self.counted = self._silent < SILENT_MAX
             return 0
         if rise < 0.0:
@@ -99,7 +112,7 @@ class FirstOutputs:
             self._silent = 0
             self._doubted = max(0, self._doubted - 1)
         self.counted = not self._doubted and self._silent < SILENT_MAX
-        # A page may tell infinity.
+        # A page may contain infinity.
         counted = min(max(rise, 0.0), RISE_MAX)
         ours = self._rest + counted * self._share()
         expected = self._known + self._late
@@ -111,7 +124,7 @@ class FirstOutputs:
         return whole - shown if self.counted else 0
 
     def _share(self) -> float:
-        """Of the requests that the last pages showed, those of ours; 1 where they do not tell."""
+        """Return our share of the requests on the last pages; 1 if they do not show others."""
         if self._all - self._ours <= OTHERS_MIN * PAGES_AVERAGED:
             return 1.0
         return self._ours / self._all

@@ -1,24 +1,25 @@
-"""How wrong belief is: what decisions predicted of an endpoint's cache, and what its engine counted.
+"""The accuracy of predicted cache hits, compared with what the engines count.
 
-Engines count prompt tokens that were looked up in their prefix cache and those that were there; the
-picker counts, as it decides, what it sends and what it believes to be there. Both are compared over
-*windows* of an endpoint, which end with a scrape. No response is read for that.
+Engines count the prompt tokens that they looked up in their prefix cache, and those that they
+found. The picker counts, with each decision, the tokens that it sends and those that it predicts to
+be cached. Both are compared over *windows* of an endpoint, which end with a scrape. No response is
+read for this.
 
-**Shares, not sums.** Our tokens may be estimates, and of several pickers each sees its own requests,
-while an engine counts those of all. So shares of tokens are compared. They are of the same requests as
-far as all of the engine's are ours or those of peers, which spread as ours do. How many others there are
-the engine's own count of requests says: they may have found all or nothing, so that of ours a range
-is known, and belief is wrong by what it is outside of that.
+**Shares, not sums.** Our token counts may be estimates. Each picker sees only its own requests,
+while an engine counts all. So shares of tokens are compared. They describe the same requests as far
+as all of the engine's requests are ours or those of peers, which spread like ours. The engine's own
+count of requests shows how many others there are. The others may have found everything or nothing,
+which gives a range for our share. The error is the distance of the prediction from that range.
 
-**Counters are not trusted.** Those that stand still while requests are sent, jump back, or say that
-more was found than looked for make their window count for nothing, and the endpoint's verdict says so.
+**Counters are not trusted.** A window does not count if a counter stands still while requests are
+sent, falls, or shows more found than looked-up tokens. The endpoint's verdict says so.
 
-**What is old is not shown.** An endpoint that got too few requests to be measured is not compared at
-all until it gets more.
+**Old results are not shown.** An endpoint with too few requests is not compared until it gets more.
 
-**Bytes a token** of a model follow from the same windows: our bytes a prompt over the engine's tokens
-a request. Both are means, so that requests of others change them only by being longer or shorter. An
-image counts with the few bytes that are kept of it, for that is what it takes in an index.
+**Bytes per token** of a model follow from the same windows: our bytes per prompt divided by the
+engine's tokens per request. Both are means, so requests of others matter only if they are longer or
+shorter. An image counts with the few bytes that are kept of it, because these are its size in an
+index.
 """
 
 import math
@@ -33,119 +34,127 @@ from msgspec import Struct, field
 from epp.core.types import BYTES_PER_TOKEN, EndpointMetrics, Seconds
 
 WINDOW_REQUESTS_MIN: Final = 32
-"""A window has so many of our requests before it ends early."""
+"""Number of our requests after which a window may end before `WINDOW_S_MAX`."""
 WINDOW_S_MIN: Final[Seconds] = 20.0
-"""And lasts so long: what is sent shortly before its end is looked up after it."""
+"""Shortest duration of a window, because an engine looks up the last requests of a window after its
+end.
+"""
 WINDOW_S_MAX: Final[Seconds] = 300.0
-"""A window that lasts longer ends, and counts if it has `FEW_REQUESTS_MIN`."""
+"""Longest duration of a window; it then counts if it has `FEW_REQUESTS_MIN` requests."""
 FEW_REQUESTS_MIN: Final = 8
-"""With fewer what is known of an endpoint is given up."""
+"""Number of requests below which the earlier results of an endpoint are dropped."""
 KEPT_SHARE: Final = 0.5
-"""What a window weighs beside the next one."""
+"""Weight of a window relative to the next one."""
 ALL_KNOWN_SHARE: Final = 0.95
-"""Of its requests the engine is taken to have no others: counts are never of the same instant."""
+"""Share of known requests from which an engine counts as having no others; the two counts never
+match in time.
+"""
 BYTES_PER_TOKEN_MIN: Final = 1.0
 BYTES_PER_TOKEN_MAX: Final = 16.0
 EVIDENCE_TOKENS_MIN: Final = 16_384
-"""Tokens from which on the bytes of one are taken to be known."""
+"""Number of tokens from which the bytes per token count as known."""
 MODELS_MAX: Final = 64
-"""Of whose tokens the bytes are learnt; the one of which was heard longest ago makes room."""
+"""Maximum number of models with known bytes per token; the one that was updated longest ago is
+dropped.
+"""
 MODEL_CHARACTERS_MAX: Final = 256
-"""Of nothing with a longer name bytes are learnt: whoever asks for a model names it."""
+"""Longest name of a model whose bytes per token are learnt, because clients choose the names."""
 ERROR_BOUNDS: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
-"""Of the histogram of errors, above 1.0 there is none."""
+"""Upper bounds of the histogram of errors; no error exceeds 1.0."""
 NO_INDEXES: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 class Verdict(StrEnum):
-    """What the last window of an endpoint came to."""
+    """The result of the last window of an endpoint."""
 
     WAITING = "waiting"
-    """There was none yet, or it had too few requests."""
+    """No window has ended yet, or the last one had too few requests."""
     MEASURED = "measured"
     UNTOLD = "untold"
-    """Its page has no such counters."""
+    """The page has no such counters."""
     STILL = "still"
-    """Requests were sent there and its counters did not move."""
+    """The counters did not change although requests were sent."""
     FELL = "fell"
-    """A counter was less than before, though the engine did not restart."""
+    """A counter was lower than before, although the engine did not restart."""
     IMPOSSIBLE = "impossible"
-    """More was found than was looked for."""
+    """More tokens were found than looked up."""
 
 
 class Side(StrEnum):
-    """Belief is wrong by too much or too little."""
+    """The direction of an error: the prediction was too high or too low."""
 
     OVER = "over"
     UNDER = "under"
 
 
 class Expected(Struct, frozen=True, kw_only=True, gc=False):
-    """What a decision expects of the cache of the endpoint that it chose."""
+    """The cache hit that a decision predicts for its endpoint."""
 
     prompt_tokens: int
-    """0: the prompt is not known."""
+    """Number of prompt tokens; 0 if the prompt is unknown."""
     predicted_tokens: int
-    """Those among them that are believed to be there."""
+    """Number of prompt tokens that are predicted to be cached."""
     prompt_bytes: int
     prompts: int = 1
-    """Each is a request to the engine."""
+    """Number of prompts, each of which is a request to the engine."""
     indexes: Mapping[str, int] = NO_INDEXES
-    """Index beside the one that engines tell -> `predicted_tokens`, had it alone been asked."""
+    """Prediction by each index other than the one fed by engines, had it been used alone."""
 
 
 class HitComparison(Struct, frozen=True, kw_only=True):
-    """Of one endpoint, over its last windows, each weighing half as much as the next."""
+    """The comparison of one endpoint over its last windows, each with half the weight of the next."""
 
     predicted: float
-    """Share of the prompt tokens sent there that were believed to be there, 0 to 1."""
+    """Predicted share of cached tokens among the prompt tokens sent there, 0 to 1."""
     engine: float
-    """Share of the prompt tokens looked up there that the engine found, whoever sent them."""
+    """Share of found tokens among the prompt tokens that the engine looked up, from all senders."""
     low: float
     high: float
-    """What the share of ours alone can be."""
+    """Range of the possible share of our requests alone: `low` to `high`."""
     known_share: float
-    """Of the engine's requests, ours and those that peers told of; 0: it does not count requests."""
+    """Share of the engine's requests that are ours or were shared by peers; 0 if it does not count
+    requests.
+    """
     tiers: Mapping[str, float] = field(default_factory=dict)
-    """Tier -> share of the prompt tokens that was found there, where the engine tells."""
+    """Share of the prompt tokens that was found in each tier, if the engine reports it."""
     indexes: Mapping[str, float] = field(default_factory=dict)
-    """Index beside the one that engines tell -> `predicted`, had it alone been asked."""
+    """Value of `predicted` by each index other than the one fed by engines, had it been used alone."""
 
     @property
     def error(self) -> float:
-        """Above 0: more is believed than is there, below: less; 0 where that cannot be said."""
+        """Return the error: above 0 if too much was predicted, below 0 if too little; 0 if unknown."""
         if self.predicted > self.high:
             return self.predicted - self.high
         return min(0.0, self.predicted - self.low)
 
 
 class Correction(Struct, frozen=True, kw_only=True):
-    """What a window says to an index whose predictions it compared."""
+    """A window's result for the index whose predictions it compared."""
 
     slot: int
     error: float
-    """As of `HitComparison`."""
+    """Error as defined in `HitComparison`."""
     bytes_per_token: float
-    """Of what is sent to the pool."""
+    """Average bytes per token of all prompts sent to the pool."""
 
 
 class ErrorHistogram:
-    """Errors of windows, by how large they were."""
+    """A histogram of the errors of windows."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(ERROR_BOUNDS) + 1)
-        """The last one: above all bounds."""
+        """Counts by bound; the last one is for errors above all bounds."""
         self.total = 0.0
 
     def observe(self, error: float) -> None:
-        """`error`: 0 to 1."""
+        """Count an error of 0 to 1."""
         at = sum(error > bound for bound in ERROR_BOUNDS)
         self.counts[at] += 1
         self.total += error
 
 
 class _Sums(Struct, kw_only=True):
-    """Of one window, or of several with their weights."""
+    """The sums of one window, or of several with their weights."""
 
     known_requests: float = 0.0
     prompt_tokens: float = 0.0
@@ -157,7 +166,7 @@ class _Sums(Struct, kw_only=True):
     indexes: dict[str, float] = field(default_factory=dict)
 
     def weighed(self, newer: "_Sums") -> "_Sums":
-        """`newer`, and this with less weight; of tiers and indexes those that `newer` has."""
+        """Return `newer` plus this with less weight; tiers and indexes are those of `newer`."""
         return _Sums(
             known_requests=KEPT_SHARE * self.known_requests + newer.known_requests,
             prompt_tokens=KEPT_SHARE * self.prompt_tokens + newer.prompt_tokens,
@@ -171,7 +180,7 @@ class _Sums(Struct, kw_only=True):
 
 
 class _Slot:
-    """The window that is open, and what is kept of those before it."""
+    """The open window of a slot, and the results of earlier ones."""
 
     __slots__ = (
         "base",
@@ -193,7 +202,9 @@ class _Slot:
         self.open(None, -math.inf)
 
     def open(self, base: EndpointMetrics | None, now: Seconds) -> None:
-        """A window begins with the counters of `base`; None: with those of the next scrape."""
+        """Start a window with the counters of `base`, or with those of the next scrape if `base` is
+        None.
+        """
         self.base = base
         self.since_s = now
         self.prompts = 0
@@ -203,11 +214,11 @@ class _Slot:
         self.predicted_tokens = 0
         self.indexes: dict[str, int] = {}
         self.model: str | None = None
-        """"" if there were several."""
+        """Model of all requests in the window, "" if there were several, or None without requests."""
 
 
 class _TokenSize(Struct):
-    """Bytes and tokens of one model, with what is older weighing less."""
+    """The bytes and tokens of one model; older values weigh less."""
 
     prompt_bytes: float = 0.0
     tokens: float = 0.0
@@ -218,7 +229,7 @@ class _TokenSize(Struct):
 
     @property
     def bytes_per_token(self) -> float | None:
-        """None: too little is known."""
+        """Return the bytes per token, or None if too little is known."""
         if self.tokens < EVIDENCE_TOKENS_MIN:
             return None
         ratio = self.prompt_bytes / self.tokens
@@ -226,20 +237,22 @@ class _TokenSize(Struct):
 
 
 class HitAccuracy:
-    """Depends on nothing but its arguments: the same calls tell the same in any process."""
+    """The accuracy of a pool's predictions. It depends only on its arguments."""
 
     def __init__(self) -> None:
         self._slots: list[_Slot] = []
         self._models: dict[str, _TokenSize] = {}
-        """In the order in which they were last learnt of."""
+        """Token sizes by model, in the order of their last update."""
         self._pool = _TokenSize()
         self.errors: Final = {side: ErrorHistogram() for side in Side}
-        """Of all windows that were measured; one without an error is in both at 0."""
+        """Histograms of all measured windows; a window without error counts as 0 in both."""
 
-    # What happens.
+    # Events.
 
     def decided(self, slot: int, model: str, expected: Expected) -> None:
-        """A request goes to `slot`. One whose prompt is not known counts as somebody else's."""
+        """Count a decision for `slot`. A request with an unknown prompt counts as a request of
+        others.
+        """
         if not expected.prompt_tokens:
             return
         window = self._slot(slot)
@@ -255,7 +268,7 @@ class HitAccuracy:
             window.indexes[name] = window.indexes.get(name, 0) + tokens
 
     def withdrawn(self, slot: int, expected: Expected, decided_at_s: Seconds) -> None:
-        """A request that was decided then was not computed there."""
+        """Undo the count of a request that was not computed at `slot`."""
         window = self._slot(slot)
         if not expected.prompt_tokens or decided_at_s < window.since_s:
             return
@@ -267,13 +280,13 @@ class HitAccuracy:
             window.indexes[name] = max(0, window.indexes.get(name, 0) - tokens)
 
     def peer_decided(self, slot: int, at_s: Seconds) -> None:
-        """A peer sent a request to `slot` then; what was before the window is no part of it."""
+        """Count a peer's decision for `slot`, unless it was made before the window."""
         window = self._slot(slot)
         if at_s >= window.since_s:
             window.peer_requests += 1
 
     def scraped(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> Correction | None:
-        """Counters of the engine in `slot`; what the window says that ends with them, if one does."""
+        """Read the engine's counters. Return the correction of the window that ends here, or None."""
         window = self._slot(slot)
         base = window.base
         if isnan(metrics.cache_queried_tokens) or isnan(metrics.cache_hit_tokens):
@@ -298,29 +311,33 @@ class HitAccuracy:
         return self._end(slot, window, base, metrics, now)
 
     def forget(self, slot: int) -> None:
-        """The endpoint in `slot` left or restarted."""
+        """Drop the results of `slot`, because its endpoint left or restarted."""
         if slot < len(self._slots):
             self._slots[slot] = _Slot()
 
-    # What is known.
+    # Results.
 
     def comparison(self, slot: int) -> HitComparison | None:
-        """None: no window of its endpoint was measured, or the last one could not be."""
+        """Return the comparison of `slot`, or None if no window was measured or the last one could
+        not be.
+        """
         kept = self._slots[slot].kept if slot < len(self._slots) else None
         return None if kept is None else _compared(kept)
 
     def verdict(self, slot: int) -> Verdict:
-        """What the last window of its endpoint came to."""
+        """Return the result of the last window of `slot`."""
         return self._slots[slot].verdict if slot < len(self._slots) else Verdict.WAITING
 
     def bytes_per_token(self, model: str) -> float | None:
-        """Of prompts for a model; None: too little is known of it, and of the pool as a whole."""
+        """Return the bytes per token of prompts for a model, or of the pool; None if too little is
+        known.
+        """
         known = self._models.get(model)
         learnt = None if known is None else known.bytes_per_token
         return self._pool.bytes_per_token if learnt is None else learnt
 
     def models(self) -> Iterator[tuple[str, float]]:
-        """(model, bytes a token) of those that are known."""
+        """Yield (model, bytes per token) for each model with a known size."""
         for model, size in self._models.items():
             learnt = size.bytes_per_token
             if learnt is not None:
@@ -352,7 +369,7 @@ class HitAccuracy:
             window.kept = newer if window.kept is None else window.kept.weighed(newer)
         else:
             window.kept = None
-        # Nothing is compared with a page that says what cannot be, neither before nor after it.
+        # An impossible page is not compared with the pages before and after it.
         usable = window.verdict in {Verdict.MEASURED, Verdict.STILL}
         window.open(metrics if usable else None, now)
         if window.kept is None:
@@ -409,7 +426,7 @@ def _compared(kept: _Sums) -> HitComparison:
     if share >= ALL_KNOWN_SHARE:
         low = high = engine
     elif share:
-        # The others found all of theirs, or nothing.
+        # The other requests found all of their tokens, or none.
         low = max(0.0, (engine - (1.0 - share)) / share)
         high = min(1.0, engine / share)
     return HitComparison(
@@ -432,7 +449,7 @@ def _added(older: Mapping[str, float], newer: Mapping[str, float]) -> dict[str, 
 
 
 def _rise(before: float, after: float) -> float:
-    """0: it is not told."""
+    """Return the increase, or 0 if a value is unknown."""
     rise = after - before
     return 0.0 if isnan(rise) else rise
 
@@ -440,7 +457,7 @@ def _rise(before: float, after: float) -> float:
 def _risen(
     before: Mapping[str, float] | None, after: Mapping[str, float] | None
 ) -> dict[str, float]:
-    """Of each tier; those of which both pages tell, and that did not fall."""
+    """Return the increase of each tier that both pages report and that did not fall."""
     if not before or not after:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""What any affinity index can do, and how one is configured."""
+"""The protocols of affinity indexes and of their settings."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
@@ -17,248 +17,266 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds
 
 CHAINED_KEY_BYTES: Final = 128
-"""Longer keys are chains, of which peers tell only what is new."""
+"""Key length in bytes above which a key is a chain, of which peers share only the new part."""
 
 
 EXACT: Final = "exact"
-"""A column of an index that engines tell: 1.0 where it knows all that is held, so that what others say of
-that endpoint is not asked."""
+"""Name of a column of an index fed by engines: 1.0 if it knows all cached blocks of the endpoint,
+so that other indexes are not needed for it.
+"""
 
 
 HOST_BLOCKS: Final = "host"
-"""A column of an index that engines tell: leading blocks of the prompt in the memory of the host, without
-a gap, from where others can fetch them."""
+"""Name of a column of an index fed by engines: leading blocks of the prompt in host memory, without
+a gap, from where other engines can fetch them.
+"""
 
 
 RANKS_MAX: Final = 64
-"""Of one engine that are heard: data-parallel engines behind one address, each with a cache of its own."""
+"""Maximum number of ranks of one engine: data-parallel engines behind one address, each with its
+own cache.
+"""
 
 
 class AffinityIndex(Protocol):
-    """State that a strategy keeps about which endpoint has seen what (design D12)."""
+    """The state that a strategy keeps about the requests sent to each endpoint (design D12)."""
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """How much of `request` each of the endpoint slots 0..`slots`-1 holds; changes nothing."""
+        """Return how much of `request` each slot of 0..`slots`-1 is estimated to have cached.
+        Changes nothing.
+        """
         ...
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
-        """Assume from `now` on that `slot` holds `request`; returns what undoes it, or None."""
+        """Assume from `now` on that `slot` has `request` cached. Return the data that undoes this,
+        or None.
+        """
         ...
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Undo what `record` of `request` for `slot` did, which returned `recorded`.
+        """Undo the `record` of `request` for `slot` that returned `recorded`.
 
-        Once for each `record` at most, and not after `forget` of the slot.
+        It is called at most once for each `record`, and not after `forget` of the slot.
         """
         ...
 
     def forget(self, slot: int) -> None:
-        """The endpoint in `slot` left or restarted: drop all that is known of it."""
+        """Drop all that is known of `slot`, because its endpoint left or restarted."""
         ...
 
     def expire(self, now: Seconds) -> None:
-        """Bounded housekeeping; called about once a second."""
+        """Do bounded housekeeping; called about once a second."""
         ...
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
-        """The engine in `slot` says how large its cache is; ignore it if it does not matter."""
+        """Record the cache size that the engine in `slot` reported. An index may ignore it."""
         ...
 
 
 class SharedIndex(AffinityIndex, Protocol):
-    """An affinity index of which pickers of one pool can tell each other.
+    """An affinity index whose content pickers of one pool can share.
 
-    What a request teaches is spelt as *keys*, byte strings that mean the same to every picker. A key
-    longer than `CHAINED_KEY_BYTES` is a chain of hashes: equal at one hash, equal up to there.
+    Its content is expressed as *keys*, byte strings with the same meaning for every picker. A key
+    longer than `CHAINED_KEY_BYTES` is a chain of hashes: two chains that are equal at one hash are
+    equal up to there.
     """
 
     @property
     def signature(self) -> str:
-        """Two indexes with the same understand each other's keys."""
+        """Return the signature; indexes with equal signatures understand each other's keys."""
         ...
 
     def share(self, request: InferenceRequest) -> Sequence[bytes]:
-        """The keys of what `record` of `request` notes; none: there is nothing to tell."""
+        """Return the keys that `record` of `request` adds, or none if there is nothing to share."""
         ...
 
     def learn(self, keys: Sequence[bytes], slot: int, stamp: Seconds, now: Seconds) -> None:
-        """A peer noted `keys` for `slot` at `stamp`; keys may be anything, late or repeated."""
+        """Record that a peer added `keys` for `slot` at `stamp`. Keys may be invalid, late or
+        repeated.
+        """
         ...
 
     def shared_entries(self) -> Iterator[tuple[int, Seconds, Sequence[bytes]]]:
-        """(slot, stamp, keys) of all that is known, oldest first; it may change meanwhile."""
+        """Yield (slot, stamp, keys) of the whole content, oldest first. It may change meanwhile."""
         ...
 
 
 class CountsInflight(AffinityIndex, Protocol):
-    """An affinity index that goes by what runs now, and not only by what was sent."""
+    """An affinity index that depends on the running requests, not only on those that were sent."""
 
     def release(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """`request`, which `record` noted for `slot`, has ended there.
+        """Record that `request`, recorded for `slot`, has ended there.
 
-        Once for each at most, and not for what was taken back by `retract`, or was at an endpoint
-        that left or restarted, which `forget` tells. `recorded` is what `record` returned.
+        It is called at most once for each record. It is not called after `retract`, or after
+        `forget` because the endpoint left or restarted. `recorded` is the result of `record`.
         """
         ...
 
 
 class CorrectedIndex(AffinityIndex, Protocol):
-    """An affinity index that is told how wrong it was."""
+    """An affinity index that is corrected by measured errors."""
 
     def correct(self, correction: Correction) -> None:
-        """What engines found beside what was predicted by this index alone."""
+        """Apply a comparison of the engines' hits with the predictions of this index alone."""
         ...
 
 
 class LimitsMemory(AffinityIndex, Protocol):
-    """An affinity index that gives up the oldest of what it knows where memory is scarce."""
+    """An affinity index that drops its oldest content when memory is scarce."""
 
     def limit_memory(self, share: float) -> None:
-        """Take at most `share` of `memory_max_bytes` of its settings, if not at once then soon."""
+        """Use at most `share` of the settings' `memory_max_bytes`, at once or soon."""
         ...
 
 
 class Heard(Struct, frozen=True, kw_only=True):
-    """What came of events."""
+    """The result of applying events."""
 
     cleared: bool = False
-    """Before the changes, all that the engine held was gone."""
+    """True if all cached blocks of the engine were dropped before the changes."""
     changes: Sequence[Changed] = ()
-    """Keys that are held from now on or not any more, in their order."""
+    """Keys that were stored or removed, in order."""
     engine_block_tokens: int = 0
-    """The most that a block of the engine has."""
+    """Largest number of tokens in a block of the engine."""
     faults: Sequence[Fault] = ()
-    """Events that were not followed."""
+    """Events that could not be applied."""
     unbalanced: bool = False
-    """What was told does not add up, and is forgotten: all is to be told again."""
+    """True if the events contradict each other. They are dropped, and the engine must report
+    everything again.
+    """
 
 
 class Held(Struct):
-    """How much of a prompt an engine says that it holds; and whether it has held all since then.
+    """The part of a prompt that an engine reported as cached, updated until it is the whole prompt.
 
-    Engines tell late, and may have evicted by the time at which they are asked again.
+    Engines report late, and may have evicted blocks by the time of a later request.
     """
 
     blocks: int
-    """From the head on, without those that were only decided. It becomes `total` once the engine tells
-    that it holds all, and stays so when that is evicted."""
+    """Number of leading blocks, without those that were only decided. It becomes `total` once the
+    engine reports all of them, and stays so after an eviction.
+    """
     total: int
-    """As many as it holds of a prompt that it has computed."""
+    """Number of blocks that the engine caches of a prompt that it has computed."""
     block_tokens: int
     void: bool = False
-    """What came after this answer is not known: all that the engine told was forgotten, or this was no
-    longer followed."""
+    """True if the later events are unknown, because the engine's events were invalidated or this
+    answer is no longer updated.
+    """
 
 
 class HearsEngines(AffinityIndex, Protocol):
-    """An affinity index that engines tell what they hold.
+    """An affinity index that receives KV-cache events from engines.
 
-    An engine has one rank, 0, or several behind one address, below `RANKS_MAX`, each with a cache and a
-    stream of its own. What it is believed to hold of a prompt is what the best of them holds.
+    An engine has one rank, 0, or several behind one address, below `RANKS_MAX`. Each rank has a
+    cache and a stream of its own. The match of an engine is the match of its best rank.
     """
 
     def record(
         self, request: InferenceRequest, slot: int, now: Seconds, *, rank: int | None = None
     ) -> Any:
-        """As of `AffinityIndex`. `rank`: which was told to serve; None: none was.
+        """Record as `AffinityIndex.record` does. `rank` is the rank that must serve, or None.
 
-        The engine in `slot` may have fewer.
+        The engine in `slot` may have fewer ranks.
         """
         ...
 
     def hear(self, slot: int, events: Sequence[Event], now: Seconds, *, rank: int) -> Heard:
-        """The engine in `slot` says so; events may be anything."""
+        """Apply events of the engine in `slot`, which may be invalid."""
         ...
 
     def set_stream(self, slot: int, state: StreamState, *, complete: bool, rank: int) -> None:
-        """How much what it says of `rank` counts; `complete`: it told all that it holds there.
+        """Set the state of the stream of `rank`. `complete` is True if all its cached blocks were
+        reported.
 
-        A rank after the first is there from what is first told of it until it has no stream, and is
-        silenced.
+        A rank other than the first exists from its first report until its stream ends and `silence`
+        is called.
         """
         ...
 
     def adapters_told(self, names: Collection[str]) -> None:
-        """Engines serve LoRA adapters, these among them; told with every scrape that names any."""
+        """Note that engines serve LoRA adapters with these names. Called with every scrape that
+        names any.
+        """
         ...
 
     def change(
         self, slot: int, changes: Sequence[Changed], engine_block_tokens: int, *, rank: int
     ) -> None:
-        """As `hear`, for whoever has only what came of it."""
+        """Apply the result of `hear`, for a caller that has only the changes."""
         ...
 
     def clear(self, slot: int, *, rank: int | None) -> None:
-        """The engine in `slot` holds nothing, neither of what it said nor of what was decided.
+        """Drop all blocks of the engine in `slot`, both reported and assumed from decisions.
 
-        `rank`: of what it said that alone which it said of this one; None: of all.
+        `rank` limits the reported blocks to those of one rank; None drops those of all ranks.
         """
         ...
 
     def silence(self, slot: int, *, rank: int) -> None:
-        """What the engine in `slot` said so far of `rank` does not hold; what was decided does."""
+        """Drop the reported blocks of `rank` at `slot`; recorded decisions stay."""
         ...
 
     def ranks_at(self, slot: int) -> int:
-        """How many ranks the engine in `slot` has; 1 also where it is not heard."""
+        """Return the number of ranks of the engine in `slot`; 1 also if it sends no events."""
         ...
 
     def held_by_ranks(self, request: InferenceRequest, slot: int, now: Seconds) -> Sequence[int]:
-        """Leading blocks of `request` that each rank of the engine in `slot` is believed to hold.
-
-        By what it said, and what was decided lately for this rank.
+        """Return the leading blocks of `request` at each rank of the engine in `slot`, reported or
+        recently decided.
         """
         ...
 
     def held(self, request: InferenceRequest, slot: int) -> Held | None:
-        """How much of the first prompt of `request`, which has let it go, the engine in `slot` said
-        that it holds; None: that cannot be told.
+        """Return how much of the first prompt of `request` the engine in `slot` reported as cached,
+        or None if unknown.
 
-        Changes nothing that decisions see. An answer that is less than all is kept up to date for a while.
+        The prompt itself is no longer in `request`. The call changes nothing that decisions use. An
+        answer below the whole prompt is updated for a while.
         """
         ...
 
 
 class IndexMeasures(Struct, frozen=True, kw_only=True):
-    """What one affinity index tells of itself; the mappings are totals since it was opened."""
+    """The measures of one affinity index; the mappings are totals since it was opened."""
 
     entries: int
     memory_bytes: int
     lookups: Mapping[str, int] = field(default_factory=dict)
-    """By how much was found, "none" among it."""
+    """Number of look-ups by result, including "none"."""
     evictions: Mapping[str, int] = field(default_factory=dict)
-    """Entries by cause."""
+    """Number of evicted entries by cause."""
     known_from_peers: int = 0
 
     @property
     def hits(self) -> int | None:
-        """Look-ups that found anything; None: it does not count them."""
+        """Return the look-ups with any result, or None if the index does not count them."""
         if not self.lookups:
             return None
         return sum(count for found, count in self.lookups.items() if found != "none")
 
 
 class MeasuresItself(AffinityIndex, Protocol):
-    """An affinity index that is shown among the metrics."""
+    """An affinity index that reports measures for the metrics."""
 
     def measures(self) -> IndexMeasures:
-        """As of now."""
+        """Return the current measures."""
         ...
 
 
 class IndexStanding(Struct, frozen=True, kw_only=True):
-    """What is to be told of one index that is configured, by whatever page."""
+    """The reported state of one configured index."""
 
     name: str
     type_name: str
     origin: Origin | None
-    """How it knows which blocks endpoints hold; None: it knows something else."""
+    """Source of its knowledge about cached blocks, or None if it has other content."""
     is_open: bool
-    """False: opening it failed, and nothing is remembered under its name."""
+    """True if the index could be opened; if not, nothing is stored under its name."""
     memory_max_bytes: int | None
-    """What it may take; None: it is bounded otherwise."""
+    """Limit of its memory in bytes, or None if it is limited otherwise."""
     measures: IndexMeasures | None
-    """None: it measures nothing, or failed to."""
+    """Measures of the index, or None if it has none or failed to return them."""
 
 
 VERBS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -273,23 +291,27 @@ VERBS: Final[Mapping[str, tuple[str, ...]]] = {
         *("ranks_at", "held_by_ranks"),
     ),
 }
-"""What an index must have: for each of its abilities, and "" for all."""
+"""Methods that an index must have for each ability, and "" for those that every index must have."""
 
 
 class AffinityIndexSettings(Plugin, Protocol):
-    """A frozen struct that is configured like a plugin and opens the index it describes."""
+    """The settings of an affinity index: a frozen struct, configured like a plugin, that opens the
+    index.
+    """
 
     def open(self) -> AffinityIndex:
-        """A new, empty index."""
+        """Return a new, empty index."""
         ...
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply these settings to a running index and keep what it knows; False: it cannot."""
+        """Apply these settings to a running index, which keeps its content. Return False if that is
+        impossible.
+        """
         ...
 
 
 def missing_verbs(abilities: Abilities, index: object) -> list[str]:
-    """What an index that declares `abilities` does not have."""
+    """Return the methods that an index with `abilities` lacks."""
     wanted = [
         verb
         for ability, verbs in VERBS.items()
@@ -300,12 +322,12 @@ def missing_verbs(abilities: Abilities, index: object) -> list[str]:
 
 
 def joined(affinities: Sequence[Affinity], block_tokens: Sequence[int] = ()) -> Affinity:
-    """What indexes of different origins know of one prompt: what any says is held.
+    """Return the joint match of indexes of different origins: the largest match at each slot.
 
-    Where one of them is told by engines, it comes first, and it alone is asked of the endpoints that it
-    knows all of. It counts in tokens and the others in bytes, so of the others that share of the prompt
-    is taken which they say is held. Without the tokens of the prompt they answer alone, in blocks as long
-    as its own. `block_tokens`: of each; (): all are alike.
+    An index fed by engines must come first. For the endpoints that it knows completely, it alone
+    counts. It counts tokens while the others count bytes, so the others contribute their matched
+    share of the prompt. Without the tokens of the prompt, the others answer alone, in blocks of its
+    length. `block_tokens` are the block lengths of the indexes; () means that all are equal.
     """
     first, *others = affinities
     if not others:

@@ -1,11 +1,11 @@
-"""Work that was sent out and has not ended: counted at the decision, given back exactly once.
+"""The requests in flight: counted at the decision, and released exactly once.
 
-Scraped metrics lag by a scrape interval; without these counts a burst of requests would all see the
-same idle endpoint. The uncached prefill tokens of a request are released by its first output, where
-that is seen, or its end (design D6, D25). Where the endpoint's page counts first outputs
-(`first_outputs`), each page releases those of the oldest requests, and the others have all of their
-tokens still. From page to page, and where nothing is counted, tokens drain first-in-first-out: at the
-speed that was seen at this endpoint, or is believed.
+Scraped metrics lag by a scrape interval. Without these counts, all requests of a burst would see
+the same idle endpoint. The uncached prefill tokens of a request are released by its first output,
+if it is seen, or by its end (design D6, D25). If the endpoint's page counts first outputs
+(`first_outputs`), each page releases the tokens of the oldest requests, and the others keep all of
+theirs. Between pages, or without such a counter, tokens drain first in, first out. The rate is the
+measured or the configured speed.
 """
 
 import heapq
@@ -26,102 +26,111 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import EndpointMetrics, Seconds
 
 OUTPUT_TOKENS_ESTIMATE: Final = 256
-"""Answer length where the request sets no limit: the order of public chat traces."""
+"""Assumed answer length of a request without a limit: the typical length in public chat traces."""
 SECONDS_PER_OUTPUT_TOKEN_ESTIMATE: Final = 0.025
-"""Decode speed of a loaded 8B to 70B model on data-centre cards, rounded up."""
+"""Decode time of a loaded 8B to 70B model on data-centre GPUs, rounded up."""
 
 BUSY_S_MAX: Final = 0.5
-"""Whoever had something to compute at two sights that are further apart may have been idle between them."""
+"""Longest time between two observations of pending tokens for which the endpoint counts as busy in
+between.
+"""
 SHOWN_S_MAX: Final = 10.0
-"""Where no page counts and the last first chunk was longer ago, too: the gateway may show none any more."""
+"""Time since the last first chunk after which the gateway may no longer show any, if no page counts
+them.
+"""
 
 
 MAY_BE_FULL: Final = frozenset({429, 503})
-"""Statuses by which an endpoint may say that it has no room."""
+"""Statuses with which an endpoint may report that it is full."""
 
 
 class Ending(StrEnum):
-    """How a request ended, as far as the picker can see."""
+    """The way in which a request ended, as far as the picker can see it."""
 
     COMPLETE = "complete"
     CLIENT_LEFT = "client-disconnect"
     ERROR = "error"
     UNSEEN = "unseen"
-    """The gateway shows no responses: the work goes on, unseen."""
+    """The gateway shows no responses, so the request may still run."""
 
 
 class Outcome(Struct, frozen=True, kw_only=True, gc=False):
-    """What `Scheduler.complete` is told."""
+    """The outcome of a request, for `RequestEnded`."""
 
     ending: Ending = Ending.COMPLETE
     status: int | None = None
-    """HTTP status of the response; None: no response headers were seen."""
+    """HTTP status of the response, or None if no response headers were seen."""
     by_gateway: bool = False
-    """The gateway answered in the endpoint's place: it did not get through to it."""
+    """True if the gateway answered instead of the endpoint, because it could not reach it."""
     output_tokens: int | None = None
-    """As the engine counted them, where its response is parsed; None: nobody said."""
+    """Number of output tokens as counted by the engine, or None if not reported."""
     cached_tokens: int | None = None
-    """Prompt tokens that the engine had in its cache, as it said."""
+    """Number of prompt tokens that the engine reported as cached, or None if not reported."""
     retry_after_s: Seconds | None = None
-    """Seconds after which a 429 or 503 asks the client to try again; None: it does not say."""
+    """Seconds after which a 429 or 503 allows another attempt, or None if it does not say."""
 
     @property
     def failed(self) -> bool:
-        """It was an error, of the endpoint or on the way to it."""
+        """Return whether the request failed, at the endpoint or on the way to it."""
         return self.ending is Ending.ERROR or (self.status is not None and self.status >= 500)
 
     @property
     def full(self) -> bool:
-        """Whether the endpoint refused the request for want of room."""
+        """Return whether the endpoint refused the request for lack of capacity."""
         if self.by_gateway:
             return False
         return self.status == 429 or (self.status == 503 and self.retry_after_s is not None)
 
     @property
     def unserved(self) -> bool:
-        """The prompt was not computed: it was an error, a refusal or nothing that can be served."""
+        """Return whether the prompt was not computed: after a failure, a refusal or an invalid
+        request.
+        """
         return self.failed or (self.status is not None and self.status >= 400)
 
     @property
     def answered(self) -> bool:
-        """There was a whole answer, so that the prompt was computed."""
+        """Return whether there was a complete answer, so that the prompt was computed."""
         return self.ending is Ending.COMPLETE and not self.unserved
 
 
 class Lease(Struct, eq=False, gc=False):
-    """One request's share of an endpoint's load. Only the ledger writes to it, and `ejection`."""
+    """One request's share of an endpoint's load. Only the ledger and `ejection` write to it."""
 
     request: InferenceRequest
     slot: int
-    """-1 once it is closed."""
+    """Slot of the endpoint; -1 once the lease is closed."""
     generation: int
     matched_blocks: int
-    """Blocks that the endpoint held before this request was recorded there."""
+    """Number of blocks that the endpoint had before this request was recorded there."""
     opened_at_s: Seconds
-    """When it was sent to where it is."""
+    """Time at which the request was sent to its current endpoint."""
     expected: Expected | None = None
-    """The prediction that is compared with the counters of the engine; None: there is none."""
+    """Prediction that is compared with the engine's counters, or None."""
     first_output_at_s: Seconds | None = None
     ahead_tokens: float = 0.0
-    """Uncached prompt tokens that the endpoint had to compute then, its own included, if it is as
-    fast as is said."""
+    """Uncached prompt tokens that the endpoint had to compute at that time, with this request's
+    own, if it prefills at the configured speed.
+    """
     prefill_tokens: float = 0.0
-    """Uncached prompt tokens of it that are, by estimate, still to be computed."""
+    """Estimate of this request's uncached prompt tokens that are still to be computed."""
     uncached_tokens: float = 0.0
-    """All of them."""
+    """All uncached prompt tokens of this request."""
     prefilled: bool = False
-    """It was seen that they are computed, or will not be."""
+    """True once the prompt is known to be computed, or known never to be."""
     assumed: bool = False
-    """They drained while nothing told of first outputs: no later evidence is of this request."""
+    """True if the tokens drained without any evidence of first outputs; later evidence is not
+    counted for it.
+    """
     recorded: dict[str, tuple[object, Any]] = field(default_factory=dict)
-    """Name of an affinity index -> the index, and what its `record` returned for this request."""
+    """Each affinity index with the result of its `record` for this request, by name of the index."""
     rank: int = -1
-    """The rank of the endpoint that was told to serve the request; -1: its engine chose."""
+    """Rank that must serve the request; -1 if the engine chooses."""
     probe: bool = False
-    """It is to show whether an endpoint on trial is back: `ejection`."""
+    """True if the request is a probe of an ejected endpoint (module `ejection`)."""
 
     def undrain(self) -> float:
-        """Have all of its tokens to compute again; how many had drained."""
+        """Reset the tokens to compute to all uncached ones; return how many had drained."""
         drained = self.uncached_tokens - self.prefill_tokens
         self.prefill_tokens = self.uncached_tokens
         return drained
@@ -132,7 +141,7 @@ class Lease(Struct, eq=False, gc=False):
 
 
 class _Backlog:
-    """The requests of one life of an endpoint whose first output was not seen yet, oldest first."""
+    """The requests at an endpoint whose first output was not seen yet, oldest first."""
 
     __slots__ = (
         *("busy_since_s", "drained", "first_outputs", "queue", "scraped_at_s"),
@@ -142,28 +151,32 @@ class _Backlog:
     def __init__(self, believed_tokens_per_s: float) -> None:
         self.queue: deque[Lease] = deque()
         self.drained: deque[Lease] = deque()
-        """Ahead of `queue`: their tokens have drained since evidence was there, and more is to come."""
+        """Requests ahead of `queue` whose tokens have drained since the last evidence; more
+        evidence is expected.
+        """
         self.first_outputs = FirstOutputs()
         self.scraped_at_s: Seconds = -math.inf
         self.shown_at_s: Seconds = -math.inf
-        """When the first chunk of a streamed answer was seen last."""
+        """Time of the last first chunk of a streamed answer."""
         self.speed = LearntSpeed(believed_tokens_per_s)
         self.busy_since_s: Seconds = -math.inf
-        """When evidence showed last that there was something to compute; -inf: the last showed nothing."""
+        """Time at which evidence last showed pending tokens; -inf if the last evidence showed none."""
 
         self.unhindered_tokens = 0.0
-        """What would be left by `unhindered_at_s`, were it as fast as is said: who is slow is compared to that."""
+        """Tokens left at `unhindered_at_s` at the configured speed, to which slow endpoints are
+        compared.
+        """
         self.unhindered_at_s: Seconds = -math.inf
 
     def ahead_of(self, prefill_tokens: float, tokens_per_s: float, now: Seconds) -> float:
-        """`unhindered_tokens` with those of one more request."""
+        """Add the tokens of one request to `unhindered_tokens` and return the sum."""
         drained = (now - self.unhindered_at_s) * tokens_per_s
         self.unhindered_tokens = max(self.unhindered_tokens - drained, 0.0) + prefill_tokens
         self.unhindered_at_s = now
         return self.unhindered_tokens
 
     def let_go(self, first: Lease, now: Seconds) -> None:
-        """`first`, the oldest, has drained."""
+        """Record that `first`, the oldest request, has drained."""
         counted = self.first_outputs.counted
         shown = first.request.stream and self.shown_at_s > -math.inf
         if first.prefilled:
@@ -173,7 +186,7 @@ class _Backlog:
             self.first_outputs.assumed()
             return
         self.drained.append(first)
-        # After that nothing may be seen for long.
+        # After this time evidence may be absent for long.
         until_s = self.scraped_at_s + PAGE_S_MAX if counted else self.shown_at_s + SHOWN_S_MAX
         while self.drained and now > until_s:
             assumed = self.drained.popleft()
@@ -182,7 +195,7 @@ class _Backlog:
                 self.first_outputs.assumed()
 
     def restore(self) -> float:
-        """Let none of their tokens have drained; how many these were."""
+        """Undo the drain of all tokens; return how many these were."""
         queue, restored = self.queue, 0.0
         if queue and not queue[0].prefilled:
             restored = queue[0].undrain()
@@ -194,7 +207,9 @@ class _Backlog:
         return restored
 
     def release(self, requests: int) -> float:
-        """The oldest `requests` of the queue are computed: how many tokens these had left."""
+        """Mark the oldest `requests` of the queue as computed; return the tokens that they had
+        left.
+        """
         queue, tokens = self.queue, 0.0
         while requests and queue:
             first = queue.popleft()
@@ -212,13 +227,15 @@ class InflightLedger:
     def __init__(
         self, columns: Columns, ended: Callable[[Lease, Seconds], None] | None = None
     ) -> None:
-        """`ended` is told of each live lease that is closed, and must not raise."""
+        """Create a ledger. `ended` is called with each live lease that is closed, and must not
+        raise.
+        """
         self._columns = columns
         self._ended = ended
         self._backlogs: dict[int, _Backlog] = {}
         self._generations: dict[int, int] = {}
         self._sent: dict[int, dict[int, int]] = {}
-        """Slot -> rank -> live leases that are placed there; none that is 0."""
+        """Number of live leases placed at each rank, by slot, then by rank; zeros are left out."""
         self._unseen: list[tuple[Seconds, int, Lease]] = []
         self._unseen_count = 0
         self.open_leases = 0
@@ -239,17 +256,19 @@ class InflightLedger:
         return lease
 
     def place(self, lease: Lease, rank: int) -> None:
-        """The request of `lease`, which is placed nowhere yet, is sent to this rank of its endpoint."""
+        """Place the request of `lease`, which has no rank yet, at this rank of its endpoint."""
         lease.rank = rank
         self._count_rank(lease, 1)
 
     def sent_to_ranks(self, slot: int, ranks: int) -> list[int]:
-        """Live leases that are placed at each of the first `ranks` ranks of the endpoint in `slot`."""
+        """Return the live leases placed at each of the first `ranks` ranks of the endpoint in
+        `slot`.
+        """
         sent = self._sent.get(slot, {})
         return [sent.get(rank, 0) for rank in range(ranks)]
 
     def first_output(self, lease: Lease, now: Seconds) -> None:
-        """The endpoint produced something: this prompt is prefilled."""
+        """Record the first output of the request, which shows that its prompt is prefilled."""
         if lease.first_output_at_s is None:
             lease.first_output_at_s = now
         if lease.prefilled or not self.is_live(lease):
@@ -259,7 +278,8 @@ class InflightLedger:
         if backlog.first_outputs.counted or adapters_reported or not lease.request.stream:
             self._release_prefill(lease, now, computed=True)
             return
-        # Where pages tell nothing: of the others that are streamed this was not seen.
+        # Without a counter on pages, the first outputs of the other streamed requests are not known
+        # to have come.
         self._drain(lease.slot, now)
         backlog.shown_at_s = now
         left = self._columns.prefill_backlog_tokens.item(lease.slot) + backlog.restore()
@@ -269,7 +289,7 @@ class InflightLedger:
         self._take_stock(lease.slot, backlog, left - computed, computed, now)
 
     def _release_prefill(self, lease: Lease, now: Seconds, *, computed: bool) -> None:
-        """Of a live lease. `computed`: it is seen to be, where it was not told by a page."""
+        """Release the tokens of a live lease. `computed` is True if the picker saw its output."""
         columns, slot = self._columns, lease.slot
         self._drain(slot, now)
         if lease.prefill_tokens:
@@ -281,7 +301,7 @@ class InflightLedger:
         lease.prefilled = True
 
     def scraped(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> None:
-        """A good page of the endpoint in `slot`: it may count first outputs."""
+        """Read a good page of the endpoint in `slot`, which may count first outputs."""
         backlog = self._backlogs.get(slot)
         if backlog is None:
             if isnan(metrics.first_outputs_total):
@@ -291,11 +311,11 @@ class InflightLedger:
         since_s = now - backlog.scraped_at_s
         idle = not (backlog.queue or backlog.drained)
         if idle:
-            # Rounding of what was moved away must not leave a ghost.
+            # Rounding must not leave tokens behind after requests have moved away.
             columns.prefill_backlog_tokens[slot] = 0.0
         elif not first_outputs.counted or since_s > PAGE_S_MAX:
             self._drain(slot, now)
-        # What has drained is kept for so long after the page before this.
+        # Drained requests are kept for this long after the page before this one.
         backlog.scraped_at_s = now
         inflight_requests = columns.inflight_requests.item(slot)
         released = first_outputs.scraped(metrics, inflight_requests, since_s=since_s)
@@ -308,7 +328,7 @@ class InflightLedger:
         if idle:
             backlog.busy_since_s = -math.inf
             return
-        # What has drained since is restored with the rest.
+        # Tokens that drained since then are restored with the rest.
         columns.prefill_drained_at_s[slot] = now
         left = columns.prefill_backlog_tokens.item(slot) + backlog.restore()
         computed = backlog.release(released)
@@ -317,9 +337,11 @@ class InflightLedger:
     def _take_stock(
         self, slot: int, backlog: _Backlog, left: float, computed: float, now: Seconds
     ) -> None:
-        """There is evidence of `slot`: `computed` tokens since the last, and `left` tokens to compute."""
+        """Use new evidence: `computed` tokens since the last evidence, and `left` tokens to
+        compute.
+        """
         columns = self._columns
-        # Less than a token is rounding.
+        # Less than one token is a rounding error.
         busy = left >= 1.0
         busy_s = now - backlog.busy_since_s
         if busy and 0.0 <= busy_s <= BUSY_S_MAX:
@@ -329,9 +351,9 @@ class InflightLedger:
         columns.prefill_backlog_tokens[slot] = left if busy else 0.0
 
     def close(self, lease: Lease, now: Seconds, *, answered: bool = False) -> bool:
-        """Give back all that the lease holds; False if it was closed before.
+        """Release the load of the lease. Return False if it was closed before.
 
-        `answered`: its prompt was computed.
+        `answered` is True if its prompt was computed.
         """
         if lease.slot < 0:
             return False
@@ -347,18 +369,20 @@ class InflightLedger:
         return True
 
     def close_later(self, lease: Lease, now: Seconds, at_most_s: Seconds) -> None:
-        """Nothing more will be heard of this request: close it when it has probably ended."""
+        """Close the lease when its request has probably ended, because no more events of it will
+        come.
+        """
         self._unseen_count += 1
         ends_at_s = now + min(at_most_s, self._remaining_s(lease, now))
         heapq.heappush(self._unseen, (ends_at_s, self._unseen_count, lease))
 
     def close_due(self, now: Seconds) -> None:
-        """Close what `close_later` scheduled until now."""
+        """Close the leases that `close_later` scheduled until now."""
         while self._unseen and self._unseen[0][0] <= now:
             self.close(heapq.heappop(self._unseen)[2], now)
 
     def move(self, lease: Lease, slot: int, prefill_tokens: float, now: Seconds) -> None:
-        """Another endpoint serves the request: move its share there."""
+        """Move the request's share of load to the endpoint that serves it."""
         if self.is_live(lease):
             self._release_prefill(lease, now, computed=False)
             self._uncount(lease)
@@ -370,7 +394,7 @@ class InflightLedger:
         self._charge(lease, prefill_tokens, now)
 
     def set_speed(self, slot: int, prefill_tokens_per_s: float, now: Seconds) -> None:
-        """The endpoint in `slot` is said to prefill so fast, from `now` on."""
+        """Set the configured prefill speed of `slot` from `now` on."""
         columns = self._columns
         if columns.prefill_tokens_per_s.item(slot) != prefill_tokens_per_s:
             self._drain(slot, now)
@@ -378,14 +402,14 @@ class InflightLedger:
             self._believe_speed(slot, self._backlogs.get(slot))
 
     def forget(self, slot: int) -> None:
-        """The endpoint left or restarted: its leases count nowhere any more."""
+        """Invalidate the leases of `slot`, because its endpoint left or restarted."""
         self._generations[slot] = self._generations.get(slot, 0) + 1
         self._backlogs.pop(slot, None)
         self._sent.pop(slot, None)
         self._believe_speed(slot, None)
 
     def is_live(self, lease: Lease) -> bool:
-        """It is open, and the endpoint that it was opened on is still there, not restarted."""
+        """Return whether the lease is open and its endpoint has neither left nor restarted."""
         return lease.slot >= 0 and lease.generation == self._generations.get(lease.slot, 0)
 
     def _charge(self, lease: Lease, prefill_tokens: float, now: Seconds) -> None:
@@ -396,7 +420,7 @@ class InflightLedger:
         if lease.rank >= 0:
             self._count_rank(lease, 1)
         columns = self._columns
-        # Items as Python's own numbers: arithmetic on numpy's costs three times as much.
+        # Python numbers are used, because arithmetic on numpy scalars costs three times as much.
         columns.inflight_requests[slot] = columns.inflight_requests.item(slot) + 1
         columns.unreported_requests[slot] = columns.unreported_requests.item(slot) + 1
         context = columns.inflight_context_tokens.item(slot)
@@ -409,7 +433,7 @@ class InflightLedger:
         lease.ahead_tokens = queued.ahead_of(prefill_tokens, speed, now)
 
     def _believe_speed(self, slot: int, backlog: _Backlog | None) -> None:
-        """Nothing is known of how fast `slot` is but what is said."""
+        """Reset the speed of `slot` to the configured one."""
         speed = self._columns.prefill_tokens_per_s.item(slot)
         self._columns.prefill_drain_tokens_per_s[slot] = speed
         if backlog is not None:
@@ -448,11 +472,11 @@ class InflightLedger:
                 queue.remove(lease)
 
     def _drain(self, slot: int, now: Seconds) -> None:
-        """Let `slot` have prefilled since it was last looked at, the oldest prompt first."""
+        """Drain the tokens that `slot` has prefilled since the last call, oldest prompt first."""
         columns = self._columns
         elapsed_s = now - columns.prefill_drained_at_s.item(slot)
         if elapsed_s < 0.0:
-            # A page is told of later than it was read: nothing is computed backwards.
+            # A page may be processed later than it was read; time does not run backwards.
             return
         done = elapsed_s * columns.prefill_drain_tokens_per_s.item(slot)
         columns.prefill_drained_at_s[slot] = now
@@ -471,7 +495,7 @@ class InflightLedger:
         if queue:
             queue[0].prefill_tokens -= done
             left -= done
-        # Rounding must not leave a ghost of work behind an empty queue.
+        # Rounding must not leave tokens behind when the queue is empty.
         columns.prefill_backlog_tokens[slot] = max(left, 0.0) if queue else 0.0
 
     def _remaining_s(self, lease: Lease, now: Seconds) -> Seconds:

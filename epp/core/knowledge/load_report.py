@@ -1,11 +1,12 @@
-"""What an engine says of its load in the headers of a response. Pure.
+"""Parser of the load that an engine reports in response headers. Pure.
 
-vLLM adds `endpoint-load-metrics` to answers that are not streamed, where the request asked for it:
+vLLM adds `endpoint-load-metrics` to answers that are not streamed, if the request asked for it:
 
     TEXT named_metrics.kv_cache_usage_perc=0.4, named_metrics.num_requests_waiting=2.0
     JSON {"named_metrics": {"kv_cache_usage_perc": 0.4, "num_requests_waiting": 2.0}}
 
-Of several data-parallel ranks behind one address it speaks for one; the next scrape has all.
+With several data-parallel ranks behind one address, the report covers one of them. The next scrape
+covers all.
 """
 
 import math
@@ -19,19 +20,19 @@ LOAD_REPORT_HEADER: Final = "endpoint-load-metrics"
 LOAD_REPORT_REQUEST_HEADER: Final = "endpoint-load-metrics-format"
 LOAD_REPORT_FORMAT: Final = "TEXT"
 LENGTH_MAX: Final = 1_024
-"""Ten times what vLLM sends."""
+"""Maximum length of the header in characters: ten times what vLLM sends."""
 _VALUE_MAX: Final = 1e15
 _NUMBER_LENGTH_MAX: Final = 32
 _PREFIX: Final = "named_metrics."
 
 
 class LoadReport(Struct, frozen=True, kw_only=True):
-    """NaN: it does not say."""
+    """The values of one load report; NaN if a value is not reported."""
 
     waiting_requests: float = math.nan
     running_requests: float = math.nan
     kv_cache_usage: float = math.nan
-    """0 to 1."""
+    """Usage of the KV cache, from 0 to 1."""
 
 
 class _Document(Struct):
@@ -42,7 +43,9 @@ _JSON: Final = msgspec.json.Decoder(_Document)
 
 
 def read_load_report(text: str) -> LoadReport | None:
-    """Read the value of the header; None: it is malformed, too long, or says nothing of the load."""
+    """Return the report in the header's value; None if it is malformed, too long, or has no load
+    values.
+    """
     if len(text) > LENGTH_MAX:
         return None
     kind, _, rest = text.strip().partition(" ")
@@ -66,16 +69,16 @@ def read_load_report(text: str) -> LoadReport | None:
 
 
 def _pairs(text: str) -> Iterable[tuple[str, float]]:
-    """Raises `ValueError`."""
+    """Yield (name, value) pairs. Raises `ValueError` for a malformed number."""
     for part in text.split(","):
         name, _, number = part.strip().partition("=")
         if not name.startswith(_PREFIX):
-            continue  # what other engines tell besides, such as cpu_utilization
+            continue  # a value of another engine, such as cpu_utilization
         if len(number) > _NUMBER_LENGTH_MAX or "_" in number:
             raise ValueError(f"expected a number, got {len(number)} characters")
         yield name.removeprefix(_PREFIX), float(number)
 
 
 def _count(value: float | None) -> float:
-    """NaN for what no gauge of load can be."""
+    """Return the value, or NaN if it is not a valid load."""
     return value if value is not None and 0 <= value <= _VALUE_MAX else math.nan

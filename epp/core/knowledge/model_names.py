@@ -1,9 +1,10 @@
-"""Which of the names that clients ask for are LoRA adapters, as far as engines show it.
+"""The requested model names that are LoRA adapters, as far as engines show it.
 
-An adapter and its model share no block, so that who takes one for the other predicts what is not there.
-Engines name the adapter of a block, and their scrapes those that are loaded; the model's own names
-nobody tells. Where adapters are served, a name that no engine has told yet may be either. It is one of
-the model's own once an engine holds, as the model's, what was asked for under it and was not there before.
+An adapter and its base model share no blocks, so mistaking one for the other predicts wrong hits.
+Engines name the adapter of a block, and their scrapes name the loaded adapters. Nothing lists the
+names of the base model. If adapters are served, an unknown name may be either. It is a name of the
+base model once an engine caches a prompt requested under it as the base model's, if that prompt was
+not cached before.
 """
 
 from collections import OrderedDict, deque
@@ -14,41 +15,48 @@ from epp.core.types import Seconds
 
 ADAPTERS_MAX: Final = 8_192
 NAMES_MAX: Final = 256
-"""That clients asked for and no engine has told; clients choose them."""
+"""Maximum number of requested names that engines have not named; clients choose these names."""
 AWAITED_S: Final[Seconds] = 10.0
-"""So long an engine has to hold what one request asked for, until another takes its place."""
+"""Time in seconds for an engine to cache the prompt of one request, after which another one is
+used.
+"""
 AWAITED_MAX: Final = 8
-"""Requests of one name that are awaited at once: of some nobody hears, some are given up before anybody looks."""
+"""Maximum number of awaited requests for one name. Some leave no event, and some blocks are evicted
+early.
+"""
 
 _Kept = TypeVar("_Kept")
 
 
 class ModelNames:
-    """What is known of the names of one pool."""
+    """The known names of one pool."""
 
     def __init__(self) -> None:
         self._adapters: set[str] = set()
         self._adapters_served = False
         self._own: OrderedDict[str, None] = OrderedDict()
-        """Those of the model itself."""
+        """Names of the base model."""
         self._awaited: OrderedDict[str, deque[tuple[int, Seconds]]] = OrderedDict()
-        """Name -> keys that somebody holds soon if it is one of the model's own, and since when."""
+        """Keys that an engine will soon cache if the name is one of the base model, with their
+        times, by name.
+        """
 
     def adapters_told(self, names: Collection[str]) -> None:
-        """Engines serve adapters, these among them."""
+        """Note that engines serve adapters with these names."""
         self._adapters_served = True
         self.adapters_named(names)
 
     def adapters_named(self, names: Collection[str]) -> None:
-        """These are adapters; of other names nothing is said."""
+        """Note that these names are adapters; this says nothing about other names."""
         adapters = self._adapters
         if len(adapters) < ADAPTERS_MAX:
             adapters.update(names)
 
     def adapter_of(self, name: str, held: Container[int]) -> str | None:
-        """The adapter that `name` is; "": none, the model itself; None: that is not known.
+        """Return the adapter that `name` is, "" if it is the base model, or None if that is
+        unknown.
 
-        `held`: the keys that any engine holds.
+        `held` are the keys that any engine has cached.
         """
         if name in self._adapters:
             return name
@@ -64,12 +72,14 @@ class ModelNames:
         return ""
 
     def awaits(self, name: str, now: Seconds) -> bool:
-        """What `name` is will be seen by what was asked for under it a moment ago."""
+        """Return whether a recent request already serves to find out what `name` is."""
         known = self._awaited.get(name)
         return known is not None and now - known[-1][1] < AWAITED_S / AWAITED_MAX
 
     def asked(self, name: str, key: int, held: Container[int], now: Seconds) -> None:
-        """A prompt was sent under `name` that ends with `key` if that is one of the model's own."""
+        """Wait for `key`, the last key of a prompt requested under `name` if that is the base
+        model.
+        """
         if key not in held:
             awaited = self._awaited.get(name) or deque(maxlen=AWAITED_MAX)
             awaited.append((key, now))

@@ -1,25 +1,29 @@
-"""Which endpoint is worse than the others: slow against the pool's median, or failing.
+"""Detection of endpoints that are worse than the others: slow relative to the median, or failing.
 
-**Slow.** What a request took is divided by what was to be expected of it where it was sent, so that
-long prompts, long queues and endpoints that are known to be slower (`inflight-load-producer`) count
-for nothing. That is the time to the first chunk of a streamed answer, where the gateway shows it,
-against the prompts ahead of it and its own; and the time to the end, against these and what answers
-take in this pool. The logarithms of these quotients are averaged over the last requests of each
-endpoint and compared to the median of all: the expectation may be wrong by any factor that is the
-same for all. The worse of the two counts. If more than a third are that slow, nobody is: then the
-pool has two kinds of endpoints. A client that left counts as having waited at least so long.
+**Slow.** The time of a request is divided by the time that was expected at its endpoint. Long
+prompts, long queues and endpoints that are known to be slower (`inflight-load-producer`) therefore
+do not count. One time is that to the first chunk of a streamed answer, if the gateway shows it. It
+is compared with the prefill of the prompts ahead and of the request's own. The other is the time to
+the end, which is compared with these and the usual time of answers in the pool. The logarithms of
+these quotients are averaged over the last requests of each endpoint, and compared with the median
+of all. The expectation may thus be wrong by a factor that is the same for all. The worse of the two
+quotients counts. If more than a third of the endpoints are that slow, none counts as slow, because
+the pool then has two kinds of endpoints. A client that left counts as having waited at least that
+long.
 
-**Failing.** So many responses in a row were errors, more than chance would have it at the others in
-service; or so large a share of the last ones, while others have less than half of it. Where everybody fails nobody is sent away, and
-who was comes back: then it is the model, or what it is asked.
+**Failing.** An endpoint fails if more responses in a row were errors than chance explains at the
+others in service. It also fails if a large share of its last responses were errors, while others
+have less than half of that. If all endpoints fail, none is ejected, and ejected ones return. The
+cause is then the model or the requests.
 
 **Full is not failing.** An endpoint that answers 429, or 503 with `retry-after`, is full
-(`fullness`), and its answer counts for nothing here. vLLM answers 503 when its admission limits are reached, and counts it in
-`vllm:admission_rejections`. Such a 503 without `retry-after` is taken for that until a page contradicts it: the
-counter stands still, or there is none and nobody waits. Then each was an error. And who refuses
-`REFUSALS_MAX` in a row without one answer is not full, whatever it counts.
+(`fullness`), and its answer does not count here. vLLM answers 503 when its admission limits are
+reached, and counts it in `vllm:admission_rejections`. A 503 without `retry-after` counts as such a
+refusal until a page contradicts it. A page does so if the counter stands still, or if there is no
+counter and no request waits. Each of these responses then counts as an error. An endpoint that
+refuses `REFUSALS_MAX` requests in a row without one answer is not full, whatever its counter shows.
 
-What follows for decisions is `ejection`'s.
+Module `ejection` applies the consequences to decisions.
 """
 
 import math
@@ -40,56 +44,68 @@ from epp.core.knowledge.inflight import (
 from epp.core.types import EndpointMetrics, Seconds
 
 SAMPLES_AVERAGED: Final = 32
-"""Requests that an average remembers, the last counts for one in so many. Where times scatter by a
-factor of e, it then scatters by 13 %."""
+"""Number of requests in an average; the last one has weight one in this number. If times scatter by
+a factor of e, the average scatters by 13 %.
+"""
 ANSWERS_AVERAGED: Final = 256
-"""Of all endpoints together, for what answers take."""
+"""Number of answers of all endpoints in the average time of answers."""
 SAMPLE_LOG_MAX: Final = math.log(100.0)
-"""One request counts as at most a hundred times too slow or too fast."""
+"""Largest logarithm of one quotient: a request counts as at most a hundred times too slow or too
+fast.
+"""
 FRESH_S: Final = 300.0
-"""An endpoint without an answer for so long is compared to nobody."""
+"""Time in seconds without an answer after which an endpoint is not compared."""
 KIND_SHARE: Final = 3
-"""One in so many may be slow; where more are, that is a kind of endpoint."""
+"""Divisor that gives the share of endpoints that may be slow; more of them are a kind of endpoint."""
 BACK_SHARE: Final = 2 / 3
-"""Whoever is slow is so until it is below this share of the factor, so that it does not flicker;
-and whoever is above it looks like those that are slow."""
+"""Share of the factor below which a slow endpoint recovers, which avoids flicker. Endpoints above
+it count as similar to the slow ones.
+"""
 EVALUATE_EVERY_S: Final = 5.0
 LOOK_AGAIN_S: Final = 0.2
-"""So long nobody else is looked at after one could not be ejected: all endpoints are compared then."""
+"""Time in seconds until the next check after an ejection failed, because a check compares all
+endpoints.
+"""
 PAGES_TO_CONTRADICT: Final = 2
-"""Pages after a 503 that must not show it as a refusal: the first may have been on its way."""
+"""Number of pages after a 503 that must not count it as a refusal; the first may have been on its
+way.
+"""
 OTHERS_SHARE: Final = 4
-"""What a pool loses anyhow is what the best one in so many of the others lose at most."""
+"""Divisor of the number of other endpoints. The largest error rate in the best quarter counts as
+the pool's rate.
+"""
 CHANCE: Final = 1e-4
-"""A row of errors that is likelier at the others is no sign of this one."""
+"""Probability above which a row of errors counts as chance, at the error rate of the others."""
 PATIENCE_S: Final = 5.0
-"""A request on trial that its client left after so long without any answer has failed."""
+"""Time in seconds after which a probe without an answer counts as failed if its client leaves."""
 PAGE_S: Final = 5.0
-"""Where the last page is older, none will say soon whether a 503 was a refusal."""
+"""Age of a page in seconds above which a 503 counts as an error at once, because no page will soon
+explain it.
+"""
 REFUSALS_MAX: Final = 50
-"""503s in a row that can be those of an engine that is full: it would have served somebody."""
+"""Maximum number of 503s in a row from a full engine, which would have served some request by then."""
 
 
 class Outlier(Struct, frozen=True, kw_only=True):
-    """Why an endpoint is told of."""
+    """The reason why an endpoint is reported as an outlier."""
 
     cause: Cause
     slowness: float
-    """Times the median of the pool; NaN: not known."""
+    """Slowness as a multiple of the pool's median; NaN if unknown."""
     failures: int
-    """In a row."""
+    """Number of failures in a row."""
     ejected: bool
-    """It gets nothing, or single requests on trial."""
+    """True if the endpoint receives no requests, or only probes."""
     probed: bool = False
-    """It is on trial."""
+    """True if the endpoint is being probed."""
     failure_share: float = math.nan
-    """Of its answers in the window that counts; NaN: there were too few."""
+    """Share of failures among its answers in the window; NaN if there were too few."""
     since_s: Seconds = -math.inf
-    """When it was found to be so."""
+    """Time at which the endpoint became an outlier."""
 
 
 class _Average:
-    """Of the logarithms of the last quotients."""
+    """A running average of the logarithms of the last quotients."""
 
     __slots__ = ("_samples_max", "last_at_s", "log", "samples")
 
@@ -107,7 +123,7 @@ class _Average:
 
 
 class _Recent:
-    """How many of the last answers were errors: those of the last half window, and of the one before."""
+    """The errors among the last answers, in the current half window and the one before."""
 
     __slots__ = ("_answers", "_failures", "_since_s")
 
@@ -122,7 +138,7 @@ class _Recent:
         self._failures[1] += failed
 
     def share(self, now: Seconds, window_s: Seconds, answers_min: int) -> float:
-        """NaN: there were fewer than `answers_min`."""
+        """Return the share of failures, or NaN if there were fewer than `answers_min` answers."""
         self._turn(now, window_s)
         answers = sum(self._answers)
         return sum(self._failures) / answers if answers >= answers_min else math.nan
@@ -137,7 +153,7 @@ class _Recent:
 
 
 class _Record:
-    """What is known of one endpoint."""
+    """The record of one endpoint."""
 
     __slots__ = (
         "anew_s",
@@ -161,25 +177,25 @@ class _Record:
         self.slowness = math.nan
         self.slow = False
         self.failures = 0
-        """In a row."""
+        """Number of failures in a row."""
         self.since_s: Seconds = math.inf
-        """When it was found slow or failing; inf: it is neither."""
+        """Time at which the endpoint became slow or failing; inf if it is neither."""
         self.refused = 0
-        """503s of the engine, of which no page has said yet what they were."""
+        """Number of 503s of the engine that no page has explained yet."""
         self.refused_in_a_row = 0
         self.pages = 0
-        """Since the first of `refused`."""
+        """Number of pages since the first of `refused`."""
         self.rejections = rejections
-        """What the engine's counter said last."""
+        """Last value of the engine's counter of refusals."""
         self.anew_s = anew_s
-        """What was sent before says nothing any more."""
+        """Time before which sent requests no longer count."""
 
 
 class Outliers:
-    """Averages by slot, who is an outlier by them, and who is ejected for it.
+    """The averages by slot, the outliers among them, and the ejected endpoints.
 
-    Not answered for is what an endpoint does with requests of others: if another picker loads it
-    more than the rest, it is slow here.
+    The effect of other clients' requests is not accounted for. If another picker loads an endpoint
+    more than the others, it looks slow here.
     """
 
     def __init__(self, columns: Columns) -> None:
@@ -190,18 +206,18 @@ class Outliers:
         self._due_s: Seconds = -math.inf
         self._look_again_s: Seconds = -math.inf
         self._answers = _Average(ANSWERS_AVERAGED)
-        """What they take after the prompt, of all endpoints: the logarithm of seconds."""
+        """Average logarithm of the seconds that answers of all endpoints take after the prompt."""
         self._middles: dict[str, float] = {}
-        """The median by which endpoints were compared last, by the name of the average."""
+        """Median of the last comparison, by name of the average."""
 
     def configure(self, settings: OutlierEjection) -> None:
-        """Judge by `settings` from now on."""
+        """Use `settings` from now on."""
         self._settings = settings
         self._due_s = -math.inf
         self.ejection.configure(settings)
 
     def ended(self, lease: Lease, outcome: Outcome, now: Seconds) -> None:
-        """The request of `lease`, which is live, ended; called once, before it is closed."""
+        """Record the end of the request of `lease`. Called once, while the lease is live."""
         slot = lease.slot
         record = self._record(slot)
         if lease.opened_at_s < record.anew_s:
@@ -222,12 +238,12 @@ class Outliers:
             )
 
     def left(self, lease: Lease) -> None:
-        """The request of `lease` goes to another endpoint: it says nothing of this one."""
+        """Drop the request of `lease`, because another endpoint serves it."""
         if lease.probe:
             self.ejection.probe_ended(lease, passed=False)
 
     def observed(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> None:
-        """A page of the endpoint in `slot`: it may say what its 503s were."""
+        """Read a page of the endpoint in `slot`, which may explain its 503s."""
         record = self._records.get(slot)
         if record is None:
             if metrics.rejections_total is not None:
@@ -248,7 +264,7 @@ class Outliers:
                 self._judge(slot, record, now)
 
     def tick(self, now: Seconds) -> None:
-        """About once a second: put on trial who was away for long enough, and compare now and then."""
+        """Start probes of endpoints that were ejected long enough, and compare all now and then."""
         for slot in self.ejection.due(now):
             self._start_anew(slot, now)
         if now >= self._due_s:
@@ -256,12 +272,12 @@ class Outliers:
             self._evaluate(now)
 
     def forget(self, slot: int) -> None:
-        """The endpoint left or restarted."""
+        """Drop the record of `slot`, because its endpoint left or restarted."""
         self._records.pop(slot, None)
         self.ejection.forget(slot)
 
     def slowness(self) -> dict[int, float]:
-        """Slot -> times the pool's median, of those that were compared last."""
+        """Return the slowness of each slot in the last comparison, as a multiple of the median."""
         return {
             slot: record.slowness
             for slot, record in self._records.items()
@@ -269,7 +285,7 @@ class Outliers:
         }
 
     def detected(self, now: Seconds) -> Iterator[tuple[int, Outlier]]:
-        """Slot and reason of each that is slow, fails or is ejected, as of `now`."""
+        """Yield slot and reason of each endpoint that is slow, failing or ejected at `now`."""
         for slot, record in self._records.items():
             away = self.ejection.away.get(slot)
             share = self._failure_share(record, now)
@@ -297,14 +313,14 @@ class Outliers:
         return record
 
     def _start_anew(self, slot: int, now: Seconds) -> None:
-        """It is as good as new: only what is sent from `now` on counts."""
+        """Reset the record of `slot`: only requests sent from `now` on count."""
         rejections = self._record(slot).rejections
         self._records[slot] = _Record(anew_s=now, rejections=rejections)
 
-    # Failing.
+    # Failures.
 
     def _failed(self, slot: int, record: _Record, outcome: Outcome, now: Seconds) -> bool:
-        """Take note of how it ended; whether that was an error of the endpoint."""
+        """Record the outcome. Return whether it was an error of the endpoint."""
         if outcome.full:
             return False
         if outcome.status == 503 and not outcome.by_gateway:
@@ -318,7 +334,7 @@ class Outliers:
         elif not outcome.failed:
             if _answered(outcome):
                 if record.failures >= self._settings.consecutive_failures:
-                    record.recent = _Recent()  # whatever it was, it is over
+                    record.recent = _Recent()  # the cause of the failures is gone
                 record.failures = record.refused_in_a_row = 0
                 record.recent.add(now, self._settings.window, failed=False)
             return False
@@ -333,7 +349,7 @@ class Outliers:
         return record.recent.share(now, self._settings.window, self._settings.requests_min)
 
     def _fails(self, record: _Record, share: float) -> bool:
-        """NaN of `share` is not known."""
+        """Return whether the endpoint fails. `share` may be NaN if it is unknown."""
         settings = self._settings
         return (
             record.failures >= settings.consecutive_failures
@@ -341,7 +357,7 @@ class Outliers:
         )
 
     def _judge(self, slot: int, record: _Record, now: Seconds) -> None:
-        """Send away who fails, if the others do better."""
+        """Eject the endpoint if it fails and the others do better."""
         share = self._failure_share(record, now)
         if not self._fails(record, share):
             return
@@ -355,7 +371,7 @@ class Outliers:
             for other, endpoint in enumerate(self._columns.endpoints)
             if endpoint is not None and other != slot and other not in away
         )
-        # Not their mean: when several break at once each would excuse the others.
+        # The mean is not used: if several endpoints break at once, each would excuse the others.
         loss = others[len(others) // OTHERS_SHARE] if others else 1.0
         does_worse = loss < share / 2.0 if serving_some else loss**record.failures <= CHANCE
         if does_worse:
@@ -366,7 +382,7 @@ class Outliers:
         self._look_again_s = now + LOOK_AGAIN_S
 
     def _loss(self, record: _Record | None, now: Seconds) -> float:
-        """What share of its requests an endpoint loses, as far as is known: unknown is 0."""
+        """Return the share of its requests that an endpoint fails; 0 if unknown."""
         if record is None:
             return 0.0
         if record.failures >= self._settings.consecutive_failures:
@@ -375,7 +391,7 @@ class Outliers:
         return 0.0 if math.isnan(share) else share
 
     def _let_failing_back(self, now: Seconds) -> None:
-        """Everybody fails: it is not those that are away."""
+        """Return all ejected endpoints to service, because all endpoints fail."""
         for slot, one in tuple(self.ejection.away.items()):
             if one.cause is Cause.FAILING:
                 self.ejection.back(slot, now)
@@ -383,7 +399,7 @@ class Outliers:
     def _probed(
         self, lease: Lease, record: _Record, now: Seconds, *, passed: bool, failed: bool
     ) -> None:
-        """One request of an endpoint on trial ended."""
+        """Evaluate a probe that ended."""
         slot = lease.slot
         one = self.ejection.away.get(slot)
         enough = self.ejection.probe_ended(lease, passed=passed)
@@ -398,17 +414,17 @@ class Outliers:
             self._start_anew(slot, lease.opened_at_s)
 
     def _probes_were_slow(self, record: _Record) -> bool:
-        """By the median of the last comparison."""
+        """Return whether the probes were slow relative to the median of the last comparison."""
         for name, middle in self._middles.items():
             average: _Average = getattr(record, name)
             if average.samples and average.log - middle >= math.log(self._settings.slowness_factor):
                 return True
         return False
 
-    # Slow.
+    # Slowness.
 
     def _took(self, lease: Lease, record: _Record, ending: Ending, now: Seconds) -> None:
-        """Count how long it took by how long it was to take."""
+        """Record the time of a request relative to its expected time."""
         speed = self._columns.prefill_tokens_per_s.item(lease.slot)
         prefill_s = lease.ahead_tokens / speed
         request = lease.request
@@ -417,7 +433,7 @@ class Outliers:
             expected_s = prefill_s + SECONDS_PER_OUTPUT_TOKEN_ESTIMATE
             record.first_output.add(_log_of(took_s / expected_s), now)
         took_s = now - lease.opened_at_s
-        # Whoever left did not wait for the end: it would have taken at least as long.
+        # A request whose client left would have taken at least as long.
         complete = ending is Ending.COMPLETE
         if complete:
             answer_s = max(took_s - prefill_s, SECONDS_PER_OUTPUT_TOKEN_ESTIMATE)
@@ -432,7 +448,7 @@ class Outliers:
             record.duration.add(log, now)
 
     def _evaluate(self, now: Seconds) -> None:
-        """Compare each to the median, by what is known of first outputs and of durations."""
+        """Compare each endpoint with the median, by first outputs and by durations."""
         slow: set[int] = set()
         compared: dict[int, float] = {}
         for name in ("duration", "first_output"):
@@ -445,7 +461,7 @@ class Outliers:
             }
             for slot, quotient in enough.items():
                 compared[slot] = max(quotient, compared.get(slot, 0.0))
-            # Also those of which little is known yet: the first of a kind is no outlier.
+            # Endpoints with few samples count too, because the first of a kind is no outlier.
             alike = sum(quotient >= self._factor(slow=True) for quotient in quotients.values())
             if alike <= max(1, len(enough) // KIND_SHARE):
                 slow |= {
@@ -467,7 +483,9 @@ class Outliers:
     def _compare(
         self, name: str, averages: Mapping[int, _Average], now: Seconds
     ) -> dict[int, float]:
-        """Slot -> times the median of those with enough samples; {}: they are too few."""
+        """Return each slot's multiple of the median, or {} if too few endpoints have enough
+        samples.
+        """
         fresh = {
             slot: average
             for slot, average in averages.items()
@@ -481,17 +499,17 @@ class Outliers:
         return {slot: math.exp(average.log - middle) for slot, average in fresh.items()}
 
     def _factor(self, *, slow: bool) -> float:
-        """From which slowness on an endpoint is slow; less is enough for one that is."""
+        """Return the slowness from which an endpoint is slow; it is lower for one that already is."""
         return max(self._settings.slowness_factor * (BACK_SHARE if slow else 1.0), 1.0)
 
 
 def _answered(outcome: Outcome) -> bool:
-    """The endpoint answered, and not that it failed or is full."""
+    """Return whether the endpoint answered, neither failing nor full."""
     return outcome.status is not None and not outcome.failed and outcome.ending is not Ending.UNSEEN
 
 
 def _log_of(quotient: float) -> float:
-    """Of what took no time, or less: the least that counts."""
+    """Return the logarithm within bounds; the lower bound for 0 or less."""
     if quotient <= 0.0:
         return -SAMPLE_LOG_MAX
     return min(max(math.log(quotient), -SAMPLE_LOG_MAX), SAMPLE_LOG_MAX)

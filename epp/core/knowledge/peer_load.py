@@ -1,7 +1,8 @@
-"""Work that peers have in flight: what each says itself, kept apart from our own (design D17).
+"""The requests that peers have in flight, as each peer reports them, apart from our own (design
+D17).
 
-A peer tells absolute numbers, never differences: what is lost is repaired by what comes next. They
-are its own, and all of them go when it does.
+A peer reports absolute numbers, never differences, so the next report repairs a lost one. The
+numbers of a peer are dropped when it leaves.
 """
 
 from typing import Final, TypeAlias
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from epp.core.types import Seconds
 
 REQUESTS_MAX: Final = 1_000_000
-"""What one peer can say of one endpoint: it cannot make sums overflow."""
+"""Maximum that a peer can report for one endpoint, so that sums cannot overflow."""
 TOKENS_MAX: Final = 1e9
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
@@ -20,7 +21,7 @@ _Ints: TypeAlias = npt.NDArray[np.int64]
 
 
 class _Load:
-    """Of one peer, by endpoint slot."""
+    """The load of one peer by endpoint slot."""
 
     __slots__ = ("prefill_tokens", "reported_at_s", "requests")
 
@@ -38,7 +39,7 @@ class _Load:
 
 
 class PeerLoads:
-    """The loads of all peers, by the origin that each of them calls itself."""
+    """The loads of all peers, by the origin that each peer uses for itself."""
 
     def __init__(self) -> None:
         self._loads: dict[bytes, _Load] = {}
@@ -58,9 +59,9 @@ class PeerLoads:
         whole: bool,
         size: int,
     ) -> None:
-        """`origin` has so much in flight at `slots`, which are below `size`.
+        """Store the load that `origin` reports for `slots`, which are below `size`.
 
-        `whole`: and nothing elsewhere.
+        If `whole` is True, it has no load at other slots.
         """
         load = self._loads.setdefault(origin, _Load())
         load.fit(size)
@@ -73,12 +74,12 @@ class PeerLoads:
         self._add_up()
 
     def forget(self, origin: bytes) -> None:
-        """`origin` is gone, and what it had in flight with it."""
+        """Drop the load of the peer `origin`, which is gone."""
         if self._loads.pop(origin, None) is not None:
             self._add_up()
 
     def forget_slot(self, slot: int) -> None:
-        """The endpoint in `slot` left or restarted."""
+        """Drop the loads at `slot`, because its endpoint left or restarted."""
         for load in self._loads.values():
             if slot < len(load.requests):
                 load.requests[slot] = 0
@@ -86,15 +87,16 @@ class PeerLoads:
         self._add_up()
 
     def requests(self, slots: _Ints, size: int) -> _Ints:
-        """int64[n]: requests that all peers together have at `slots`, which are below `size`."""
+        """Return int64[n]: requests of all peers at `slots`, which are below `size`."""
         if len(self._requests) < size:
             self._add_up(size)
         return self._requests[slots]
 
     def prefill_tokens(self, slots: _Ints, now: Seconds, tokens_per_s: _Floats) -> _Floats:
-        """float64[n]: uncached prompt tokens of theirs, less what was prefilled since they said so.
+        """Return float64[n]: uncached prompt tokens of all peers, less those prefilled since their
+        reports.
 
-        `tokens_per_s`, float64[n], is how fast each of `slots` prefills.
+        `tokens_per_s`, float64[n], is the prefill speed of each of `slots`.
         """
         total = np.zeros(len(slots))
         for load in self._loads.values():

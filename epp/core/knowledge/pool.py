@@ -1,4 +1,4 @@
-"""The endpoints, what is known of each, and which of them may be given work now."""
+"""The pool of endpoints: their columns, and the selection of those that may receive requests now."""
 
 import ipaddress
 import math
@@ -15,25 +15,30 @@ from epp.core.knowledge.rendezvous import identity_hash
 from epp.core.types import Endpoint, EndpointMetrics, Seconds
 
 FAILURES_BEFORE_SET_ASIDE: Final = 2
-"""502, 503 or 504 in a row, without a good scrape between them."""
+"""Number of 502, 503 or 504 responses in a row, without a good scrape in between, that set an
+endpoint aside.
+"""
 UNUSUAL_SPELLINGS_FREE: Final = 256
-"""Of the entries of a subset hint so many, and two for each endpoint, may be spelt in another way
-than ours; what is beyond names nobody."""
+"""Number of entries of a subset hint, in addition to two per endpoint, that may be spelt
+differently from the pool's addresses. Later such entries match no endpoint.
+"""
 UPSTREAM_FAILURES: Final = frozenset({502, 503, 504})
 SET_ASIDE_UNSCRAPED_S: Final = 10.0
-"""How long an endpoint that serves no metrics stays set aside: no scrape can bring it back."""
+"""Time in seconds for which an endpoint without metrics stays set aside, because no scrape can end
+it.
+"""
 UNANSWERED_BEFORE_UNREACHABLE: Final = 2
-"""Scrapes in a row that got no connection or no answer. One may be an accident."""
+"""Number of scrapes in a row without a connection or an answer; a single one may be an accident."""
 
 
 class Standing(StrEnum):
-    """Whether an endpoint is among those that get work first, and if not, why not."""
+    """The rank of an endpoint for new requests: ready, or the reason why it is not preferred."""
 
     READY = "ready"
     UNREACHABLE = "unreachable"
-    """Nobody answers its scrapes."""
+    """Its scrapes get no answer."""
     STALE = "stale"
-    """Its metrics are too old, although somebody is there."""
+    """Its metrics are too old, although its scrapes get an answer."""
     ASLEEP = "asleep"
     SET_ASIDE = "set aside"
     """Requests to it failed; it waits for its next good scrape."""
@@ -41,7 +46,7 @@ class Standing(StrEnum):
 
 
 class _Member:
-    """What the pool remembers of one endpoint besides its columns."""
+    """The state of one endpoint that the pool keeps outside the columns."""
 
     __slots__ = (
         "asleep",
@@ -58,34 +63,35 @@ class _Member:
         self.joined_at_s = joined_at_s
         self.failures = 0
         self.unanswered = 0
-        """Scrapes in a row."""
+        """Number of scrapes in a row without an answer."""
         self.set_aside_at_s: Seconds | None = None
         self.process_started_at_s: float | None = None
         self.requests_total: float | None = None
         self.asleep = False
         self.kv_size: tuple[float | None, float | None] = (None, None)
-        """Blocks, and tokens of each."""
+        """Number of blocks, and tokens in each."""
 
 
 class EndpointPool:
-    """Endpoints by slot. A slot is reused once its endpoint has left.
+    """The endpoints by slot. A slot is reused once its endpoint has left.
 
-    An endpoint is *ready* while its engine is awake, once it was scraped, or `ready_after_s` after it joined, unless it is set
-    aside: after two upstream failures in a row without a good scrape between them it gets no work
-    until its next good scrape, as long as no more than half the pool is set aside.
+    An endpoint is *ready* if its engine is awake and it was scraped, or `ready_after_s` after it
+    joined. It is not ready while it is *set aside* (excluded): after two upstream failures in a row
+    without a good scrape in between, it receives no requests until its next good scrape. At most
+    half the pool is set aside at a time.
 
-    One whose scrapes nobody answers, or whose metrics are stale, stays ready in this sense: there may
-    be nobody else. It ranks below the others, and its *standing* says why.
+    An endpoint stays ready if its scrapes get no answer or its metrics are stale, because there may
+    be no other one. It ranks below the others, and its *standing* gives the reason.
     """
 
     def __init__(self) -> None:
         self.columns = Columns()
         self.generation = 0
-        """Counts replacements: the same number, the same endpoints."""
+        """Number of replacements; the same number means the same endpoints."""
         self._slot_by_id: dict[str, int] = {}
         self._slot_by_address: dict[str, int] = {}
         self._canonical: dict[str, str] = {}
-        """Address as an endpoint of the pool spells it -> its one spelling."""
+        """Canonical spelling of each endpoint's address, by the endpoint's own spelling."""
         self._slots_by_ip: dict[str, list[int]] = {}
         self._members: list[_Member | None] = []
         self._free: list[int] = []
@@ -100,12 +106,12 @@ class EndpointPool:
         return f"<EndpointPool [{len(self)} endpoints, {self.set_aside_count()} set aside]>"
 
     def endpoints(self) -> list[tuple[int, Endpoint]]:
-        """Slot and endpoint of all members, by slot."""
+        """Return slot and endpoint of all members, by slot."""
         columns = self.columns
         return [(slot, at) for slot, at in enumerate(columns.endpoints) if at is not None]
 
     def slot_of(self, endpoint: Endpoint) -> int | None:
-        """The slot of this very incarnation of `endpoint`; None if it left or restarted."""
+        """Return the slot of this incarnation of `endpoint`, or None if it left or restarted."""
         slot = self._slot_by_id.get(endpoint.endpoint_id)
         if slot is None:
             return None
@@ -114,15 +120,15 @@ class EndpointPool:
         return slot if present.incarnation == endpoint.incarnation else None
 
     def slot_at(self, address: str) -> int | None:
-        """The slot that serves at `address` ("ip:port")."""
+        """Return the slot of the endpoint at `address` ("ip:port"), or None."""
         slot = self._slot_by_address.get(address)
         return self._slot_by_address.get(canonical_address(address)) if slot is None else slot
 
     def replace(self, endpoints: Sequence[Endpoint], now: Seconds) -> list[int]:
-        """The pool is now `endpoints`; return the slots whose past must be forgotten.
+        """Replace the endpoints. Return the slots whose past must be forgotten.
 
-        An endpoint whose incarnation changed keeps its slot and starts anew; one whose labels or
-        address changed keeps everything.
+        An endpoint with a new incarnation keeps its slot and is reset. One with new labels or a new
+        address keeps everything.
         """
         self.generation += 1
         wanted = {endpoint.endpoint_id: endpoint for endpoint in endpoints}
@@ -145,9 +151,9 @@ class EndpointPool:
         return forgotten
 
     def observe(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> bool:
-        """Take in a good scrape; True if it shows that the engine restarted.
+        """Store a good scrape. Return True if it shows that the engine restarted.
 
-        A restart is a changed process start time or a counter that fell: the container may have
+        A changed process start time or a counter that fell shows a restart. The container may have
         restarted inside its pod, which keeps the pod's UID (design D5).
         """
         member = self._member(slot)
@@ -162,7 +168,7 @@ class EndpointPool:
         member.requests_total = requests_total
         columns = self.columns
         kv_size = (metrics.blocks_total, metrics.block_size_tokens)
-        # Every scrape says it again.
+        # Every scrape reports the size, so only a change matters.
         if kv_size != member.kv_size:
             member.kv_size = kv_size
             columns.set_kv_capacity(slot, kv_capacity_tokens(*kv_size))
@@ -184,11 +190,12 @@ class EndpointPool:
         return restarted
 
     def report(self, slot: int, report: LoadReport) -> bool:
-        """Take in what the engine says of itself in a response; False: it was never scraped.
+        """Store the load that the engine reported in a response. Return False if it was never
+        scraped.
 
-        Only what the report tells is newer now. The age stays that of the last good scrape, of
-        which everything else is, and so do the marks that a good scrape would clear: an endpoint
-        that answers one request may fail the next.
+        Only the reported values become newer. The age stays that of the last good scrape, because
+        all other values are of that age. Marks that a good scrape would clear stay too, because an
+        endpoint that answers one request may fail the next.
         """
         columns = self.columns
         if columns.observed_at_s[slot] == -math.inf:
@@ -206,13 +213,13 @@ class EndpointPool:
         return True
 
     def observe_failure(self, slot: int, *, answered: bool) -> None:
-        """Take note of a failed scrape. Not `answered`: there was no connection, or no answer."""
+        """Record a failed scrape. `answered` is False if there was no connection or no answer."""
         member = self._member(slot)
         if answered:
             self._mark_answered(slot, member)
             return
         member.unanswered += 1
-        # Whoever refused a request was not the engine.
+        # The refused request was then not refused by the engine.
         self.columns.saturated[slot] = False
         if member.unanswered >= UNANSWERED_BEFORE_UNREACHABLE:
             self.columns.unreachable[slot] = True
@@ -225,16 +232,18 @@ class EndpointPool:
             self.columns.unreachable[slot] = False
 
     def responded(self, slot: int, status: int, now: Seconds, *, by_gateway: bool = False) -> bool:
-        """Take note of a response's status; True if its failures now set the endpoint aside.
+        """Record the status of a response. Return True if its failures now set the endpoint aside.
 
-        `by_gateway`: it is the gateway's own, because it could not reach the endpoint.
+        `by_gateway` is True if the response is the gateway's own, because it could not reach the
+        endpoint.
         """
         member = self._member(slot)
         if status not in UPSTREAM_FAILURES:
             member.failures = 0
             return False
         member.failures += 1
-        # vLLM answers 503 when its admission limits are reached; Envoy, when it cannot connect.
+        # vLLM answers 503 when its admission limits are reached; Envoy does so when it cannot
+        # connect.
         if status == 503 and not by_gateway and not member.unanswered:
             self.columns.saturated[slot] = True
         if member.failures < FAILURES_BEFORE_SET_ASIDE or member.set_aside_at_s is not None:
@@ -246,13 +255,13 @@ class EndpointPool:
         return True
 
     def set_aside_count(self) -> int:
-        """How many endpoints are set aside."""
+        """Return the number of endpoints that are set aside."""
         return sum(m is not None and m.set_aside_at_s is not None for m in self._members)
 
     def standings(self, now: Seconds, staleness_s: Seconds) -> dict[int, Standing]:
-        """Slot -> the standing of its endpoint, by slot; metrics older than `staleness_s` are stale.
+        """Return the standing of each endpoint by slot; metrics older than `staleness_s` are stale.
 
-        Where no endpoint serves metrics, none is stale.
+        If no endpoint serves metrics, none counts as stale.
         """
         ready = set(self.ready(None, now).tolist())
         observed_at_s = self.columns.observed_at_s.tolist()
@@ -281,7 +290,9 @@ class EndpointPool:
         return Standing.STALE if known else Standing.NEVER_SCRAPED
 
     def ready(self, subset: tuple[str, ...] | None, now: Seconds) -> Ints:
-        """Ascending slots that may be given work; with a `subset`, only those that it names."""
+        """Return the slots that may receive requests, ascending; with a `subset`, only those that
+        it names.
+        """
         if now >= self._ready_until_s:
             self._find_ready(now)
         if subset is None:
@@ -291,7 +302,7 @@ class EndpointPool:
         for entry in subset:
             known = self._named(entry)
             if not known and unusual_left:
-                # Reading an address takes 10 us, and a hint may have thousands.
+                # Parsing an address takes 10 µs, and a hint may have thousands of entries.
                 unusual_left -= 1
                 known = self._named(canonical_address(entry))
             named.update(known)
@@ -299,7 +310,9 @@ class EndpointPool:
         return self._ready[np.isin(self._ready, allowed)]
 
     def all_observed_since(self, cutoff_s: Seconds) -> bool:
-        """Whether all that are ready were last observed at `cutoff_s` or later, and can be reached."""
+        """Return whether all ready endpoints were last observed at `cutoff_s` or later and are
+        reachable.
+        """
         if self._unreachable:
             return False
         if self.columns.observed_since_s < cutoff_s:
@@ -310,12 +323,14 @@ class EndpointPool:
         return self.columns.observed_since_s >= cutoff_s
 
     def _named(self, entry: str) -> Sequence[int]:
-        """The slots of `entry`, an address or a bare ip in its one spelling."""
+        """Return the slots of `entry`, an address or a bare IP address in canonical spelling."""
         slot = self._slot_by_address.get(entry)
         return (slot,) if slot is not None else self._slots_by_ip.get(entry, ())
 
     def _find_ready(self, now: Seconds) -> None:
-        """Find who is ready, and until when that holds if nothing is observed."""
+        """Determine the ready endpoints, and the time until which that holds without an
+        observation.
+        """
         ready: list[int] = []
         until_s = math.inf
         for slot, member in enumerate(self._members):
@@ -362,7 +377,7 @@ class EndpointPool:
         return slot
 
     def _restart(self, slot: int, now: Seconds) -> None:
-        """Same endpoint, new process: what was observed is void, and so is work in flight."""
+        """Drop the observations and the requests in flight of an endpoint whose process is new."""
         endpoint = self.columns.endpoints[slot]
         self._unreachable.discard(slot)
         self.columns.clear(slot)
@@ -380,7 +395,7 @@ class EndpointPool:
         self._slots_by_ip.clear()
         known, self._canonical = self._canonical, {}
         for slot, endpoint in self.endpoints():
-            # Reading an address takes 10 us, and most of a large pool stays as it is.
+            # Parsing an address takes 10 µs, and most of a large pool does not change.
             address = known.get(endpoint.address) or canonical_address(endpoint.address)
             self._canonical[endpoint.address] = address
             self._slot_by_address[address] = slot
@@ -389,9 +404,10 @@ class EndpointPool:
 
 
 def canonical_address(text: str) -> str:
-    """Spell "ip:port" or a bare ip in one way; IPv6 shortest, in brackets if a port follows.
+    """Return "ip:port" or a bare IP address in canonical spelling: IPv6 shortest, in brackets
+    before a port.
 
-    What is neither comes back as it was: it will equal no endpoint's address.
+    Any other text is returned unchanged; it equals no endpoint's address.
     """
     host, port = text.strip(), ""
     if host.startswith("["):

@@ -1,34 +1,37 @@
-"""The approximate prefix index: which endpoint is believed to hold which head of a prompt.
+"""The approximate prefix index: estimates of the prompt prefixes that each endpoint has cached.
 
-It is told nothing by the engines. It assumes that an endpoint holds what was routed there, until
-that is older than the TTL, pushed out by newer prompts, or the endpoint restarts (design D5).
+The index receives nothing from the engines. It assumes that an endpoint holds the prompts that were
+routed to it, until they are older than the TTL or displaced by newer prompts, or the endpoint
+restarts (design D5).
 
-**A compressed tree.** A block's hash is chained (`core/prompt/blocks`), so it names the whole prompt up to
-that block, and one flat dict from the first hash of each run of blocks to its node is the children
-table of every node at once. A node holds a run of consecutive hashes and, by endpoint slot, the
-stamp of the last prompt that went through it. A slot holds all of a run or nothing of it: where a
-prompt ends or turns off inside a run, the node is split. A look-up is therefore one dict access and
-one comparison of bytes a node, not a block; and because the holders of a node are among those of
-its parent, overwriting each slot's depth on the way down leaves exactly what it holds without gap.
+**A compressed tree.** A block's hash is chained (`core/prompt/blocks`), so it identifies the whole
+prompt up to that block. One flat dict from the first hash of each run of blocks to its node
+therefore serves as the table of children of all nodes. A node holds a run of consecutive hashes
+and, by endpoint slot, the stamp of the last prompt through it. A slot holds all of a run or nothing
+of it. If a prompt ends or branches off inside a run, the node is split. A look-up takes one dict
+access and one comparison of bytes per node, not per block. The holders of a node are among those of
+its parent. Overwriting each slot's depth on the way down therefore leaves exactly the blocks that
+it holds without a gap.
 
-**Recency.** Stamps increase with every prompt recorded, and a prompt stamps its whole path, so
-along any path they never increase downwards. Each slot keeps a queue of (stamp, deepest node of
-that prompt). The oldest content of a slot is found at the front: the nodes that still carry that
-stamp, from that deepest node upwards; all that lies below them is older, hence gone already. A
-newer prompt through the same nodes makes the entry stale; stale entries are skipped and, when they
-are the majority, swept out. Eviction so takes tails before heads, and exactly as many blocks as
-needed.
+**Recency.** Stamps increase with every recorded prompt. A prompt stamps its whole path, so stamps
+never increase on the way down. Each slot has a queue of (stamp, deepest node of that prompt). The
+oldest content of a slot belongs to the front of its queue: the nodes that still carry that stamp,
+from that deepest node upwards. Everything below them is older, and therefore already gone. A newer
+prompt through the same nodes makes the entry stale. Stale entries are skipped, and removed when
+they are the majority. Eviction thus removes the ends of prompts before their beginnings, and
+exactly as many blocks as needed.
 
-**Peers.** What a peer recorded is learnt under the stamp that it had there, into its place among
-the others: any order of the same records leaves the same belief. What only a peer has told is marked
-until it is recorded here.
+**Peers.** A peer's record is inserted with its own stamp at its position among the others. The same
+records in any order give the same estimates. Content that only a peer has recorded is marked until
+it is recorded here.
 
-**Corrections.** Where engines count what they find (`hit_accuracy`), capacity and TTL of an endpoint follow
-by small steps within bounds: too much was predicted, and both shrink, the capacity from what is held, so
-that it counts at once; too little, and what bound it since the last step grows, be it the one or the other.
+**Corrections.** If engines count their cache hits (`hit_accuracy`), the capacity and the TTL of an
+endpoint are adapted in small steps within bounds. If too much was predicted, both shrink; the
+capacity starts from the current content, so that it has an effect at once. If too little was
+predicted, each limit that removed content since the last step grows.
 
-**No cycles.** Nodes point to their parent only. They are invisible to the garbage collector, which
-a million tracked objects would otherwise stop for tens of milliseconds.
+**No cycles.** Nodes point only to their parents. They are invisible to the garbage collector, which
+would otherwise pause for tens of milliseconds on a million tracked objects.
 """
 
 import bisect
@@ -52,45 +55,52 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, Seconds
 
 BLOCK_TOKENS_MIN: Final = 64
-"""Smaller blocks cost memory and gain nothing; the reference picker has the same floor."""
+"""Smallest block; smaller ones use more memory without a gain. The reference picker has the same
+limit.
+"""
 
 CHAIN_BLOCKS_MAX: Final = 65_536
-"""Longest chain that is looked at when the limits are off: 4 million tokens in blocks of 64.
+"""Longest chain to look up without other limits: 4 million tokens in blocks of 64. It bounds the
+depth of the tree, which Python frees recursively (a stack of 8 MB ends at 110,000).
+"""
 
-Bounds the depth of the tree, which Python frees recursively (8 MB of stack end at 110,000)."""
-
-# Bytes of process memory on CPython 3.11, fitted to the growth that `bench/index.py` measures:
+# Bytes of process memory on CPython 3.11, fitted to the growth that `bench/index.py` measures.
 # "estimate / memory" there is 1.02 to 1.05 for prompts of 4 to 128 blocks.
 _NODE_BYTES: Final = 430
-"""A node, its run without the hashes, its table of up to five holders, its row in the dict."""
+"""Size of a node, its run without the hashes, its table of up to five holders, and its row in the
+dict.
+"""
 _HOLDING_BYTES: Final = 40
-"""One slot in a node's table."""
+"""Size of one slot in a node's table."""
 _RECORD_BYTES: Final = 42
-"""One entry of a slot's queue, with its stamp."""
+"""Size of one entry of a slot's queue with its stamp."""
 
 _SHRINK_HOLDINGS_MAX: Final = 512
-"""Holdings that one `record` gives up at most for the memory limit; more than it ever adds."""
+"""Maximum number of holdings that one `record` removes for the memory limit; it never adds more."""
 _SEARCHED_MAX: Final = 4_096
-"""Prompts of an endpoint among which `retract` looks for one that it must not cut."""
+"""Maximum number of prompts of an endpoint that `retract` searches for one that it must keep."""
 
 CORRECTION_MAX: Final = 8.0
-"""Capacity and TTL are at most so many times what they are without corrections, and at least one part
-of as many. What an engine says that it can hold is never exceeded."""
+"""Largest factor by which corrections change capacity and TTL, up or down. The capacity never
+exceeds the cache size that the engine reported.
+"""
 CORRECTION_STEP_MAX: Final = 0.2
-"""By so much of themselves they change at most with one window."""
+"""Largest relative change of capacity and TTL by one window."""
 ERROR_TOLERATED: Final = 0.02
-"""Of the prompt tokens; by less nothing is corrected."""
+"""Share of the prompt tokens below which an error is not corrected."""
 CORRECTED_BLOCKS_MAX: Final = 4_096
-"""That one correction makes an endpoint forget; the next one goes on."""
+"""Maximum number of blocks that one correction removes from an endpoint; the next one continues."""
 
 _SINGLE_BITS_MAX: Final = 12
-"""Up to so many slots are cheaper to write one by one than as an array of bits."""
+"""Number of slots up to which writing them one by one is faster than an array of bits."""
 
 
 class PrefixIndexSettings(
     Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True
 ):
-    """`approx-prefix-cache-producer`; parameters as in the reference picker, and three of ours."""
+    """`approx-prefix-cache-producer`; parameters as in the reference picker, and three additional
+    ones.
+    """
 
     type_name: ClassVar[str] = "approx-prefix-cache-producer"
     abilities: ClassVar[Abilities] = Abilities(
@@ -103,30 +113,36 @@ class PrefixIndexSettings(
     )
 
     auto_tune: bool = True
-    """Take the capacity of each endpoint from its engine's metrics where they tell it."""
+    """True if the capacity of each endpoint follows the cache size on its engine's metrics page, if
+    reported.
+    """
     block_size_tokens: Annotated[int, Meta(ge=1)] = BLOCK_TOKENS_MIN
-    """Tokens in a block; less than 64 becomes 64."""
+    """Number of tokens in a block; values below 64 become 64."""
     block_size: Annotated[int, Meta(ge=1)] | None = None
-    """Deprecated name; counts while `blockSizeTokens` is at its default."""
+    """Deprecated name; it applies while `blockSizeTokens` has its default."""
     lru_capacity_per_server: Annotated[int, Meta(ge=1)] = 31_250
-    """Blocks that an endpoint is believed to hold at most, unless tuned."""
+    """Maximum number of blocks that an endpoint is assumed to have cached, if the engine reports no
+    size.
+    """
     max_prefix_tokens_to_match: Annotated[int, Meta(ge=0)] = 131_072
-    """Tokens of a prompt that are looked at; 0: as `maxPrefixBlocksToMatch` says."""
+    """Maximum number of prompt tokens to look up; 0 to use `maxPrefixBlocksToMatch` instead."""
     max_prefix_blocks_to_match: Annotated[int, Meta(ge=0)] = 2_048
-    """Blocks of a prompt that are looked at if the tokens are 0; both 0: no limit but 65,536."""
+    """Maximum number of prompt blocks to look up if the token limit is 0; if both are 0, 65,536."""
     ttl: Duration = Duration(300.0)
-    """A block is forgotten this long after it was last routed to an endpoint."""
+    """Time after its last routing to an endpoint at which a block is forgotten."""
     memory_max_bytes: Annotated[int, Meta(ge=1)] = 268_435_456
-    """Estimated memory of the whole index; above it the oldest content goes first."""
+    """Estimated memory of the whole index in bytes; above it, the oldest content is dropped first."""
     correct_by_engine: bool = False
-    """Correct capacity and TTL of each endpoint by what its engine counts of its cache."""
+    """True if capacity and TTL of each endpoint are corrected by the cache hits that its engine
+    counts.
+    """
 
     def __post_init__(self) -> None:
         check_above_zero("ttl", self.ttl)
 
     @property
     def block_tokens(self) -> int:
-        """Tokens in a block, in effect."""
+        """Return the effective number of tokens in a block."""
         size = self.block_size_tokens
         if self.block_size is not None and size == BLOCK_TOKENS_MIN:
             size = self.block_size
@@ -134,18 +150,20 @@ class PrefixIndexSettings(
 
     @property
     def blocks_max(self) -> int:
-        """Blocks of one prompt that are looked at, in effect."""
+        """Return the effective maximum number of blocks to look up in a prompt."""
         limit = self.max_prefix_blocks_to_match or CHAIN_BLOCKS_MAX
         if self.max_prefix_tokens_to_match:
             limit = self.max_prefix_tokens_to_match // self.block_tokens
         return min(limit, CHAIN_BLOCKS_MAX)
 
     def open(self) -> AffinityIndex:
-        """A new, empty index."""
+        """Return a new, empty index."""
         return PrefixIndex(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply to a running index all but the block size; False if that differs."""
+        """Apply settings, except the block size, to a running index. Return False if the block size
+        differs.
+        """
         return isinstance(index, PrefixIndex) and index.configure(self)
 
 
@@ -153,45 +171,47 @@ class PrefixStatistics(Struct):
     """Counts since the index was opened. Evictions count (block, endpoint) pairs."""
 
     lookups: int = 0
-    """Requests with at least one full block; each is one of the three kinds of hits."""
+    """Requests with at least one full block; each counts as one of the three kinds of hits."""
     full_hits: int = 0
-    """Some endpoint held all full blocks (of each prompt)."""
+    """Requests for which some endpoint held all full blocks (of each prompt)."""
     partial_hits: int = 0
     no_hits: int = 0
     evicted_capacity: int = 0
-    """More was routed to the endpoint than it can hold."""
+    """Blocks evicted because more was routed to the endpoint than it can hold."""
     evicted_ttl: int = 0
     evicted_memory: int = 0
-    """The index as a whole was too large."""
+    """Blocks evicted because the index as a whole was too large."""
     evicted_forgotten: int = 0
-    """The endpoint left or restarted."""
+    """Blocks dropped because the endpoint left or restarted."""
     retracted: int = 0
-    """Another endpoint served than the one that was recorded."""
+    """Blocks retracted because another endpoint served the request."""
     known_from_peers: int = 0
-    """Prompts recorded where the deepest block held before was known from a peer alone."""
+    """Prompts recorded here whose deepest block held before was known only from a peer."""
 
 
 class _Node(Struct, gc=False, eq=False):
     """A run of blocks, all of which each of `holders` holds.
 
-    Free of reference cycles, as `gc=False` demands: it points upwards only.
+    It has no reference cycles, as `gc=False` requires, because it points only upwards.
     """
 
     run: bytes
     parent: "_Node | None"
     holders: dict[int, Seconds]
-    """Slot -> stamp of the last prompt that was recorded through here; a subset of the parent's."""
+    """Stamp of the last prompt that was recorded through the node, by slot; the slots are among the
+    parent's.
+    """
     mask: int
-    """The keys of `holders` as bits."""
+    """Keys of `holders` as bits."""
     oldest: Seconds
-    """A lower bound of the values of `holders`."""
+    """Lower bound of the values of `holders`."""
     children: int = 0
     learnt: int = 0
-    """Of `mask`: the slots of which only a peer has told."""
+    """Slots, as bits of `mask`, that only a peer has recorded."""
 
 
 class _Slot:
-    """What one endpoint holds: its size and its queue of prompts, oldest first."""
+    """The content of one endpoint: its size and its queue of prompts, oldest first."""
 
     __slots__ = (
         "blocks",
@@ -213,43 +233,47 @@ class _Slot:
         self.number = number
         self.capacity_blocks = capacity_blocks
         self.engine_tokens = 0
-        """What the engine says that its cache holds; 0: it did not, or is not to be asked."""
+        """Cache size in tokens that the engine reported; 0 if it reported none or tuning is off."""
         self.uncorrected()
         self.blocks = 0
         self.stamps: deque[Seconds] = deque()
         self.ends: deque[_Node] = deque()
-        """The deepest node of the prompt with the stamp at the same position."""
+        """Deepest node of the prompt with the stamp at the same position."""
         self.live = 0
-        """Entries left when stale ones were last swept out."""
+        """Number of entries left when stale ones were last removed."""
         self.queued = False
-        """It has its place in the heap of slots by oldest stamp."""
+        """True if the slot is in the heap of slots by oldest stamp."""
 
     def uncorrected(self) -> None:
-        """Nothing was learnt of its engine."""
+        """Reset all corrections."""
         self.capacity_factor = 1.0
         self.ttl_factor = 1.0
         self.bytes_per_token = float(BYTES_PER_TOKEN)
         self.capacity_bound = self.ttl_bound = False
-        """Since the last correction blocks went for it."""
+        """True if the capacity, or the TTL, has removed blocks since the last correction."""
 
 
 class PrefixIndex:
-    """`AffinityIndex` over prompt prefixes; the unit is one full block of `block_tokens` tokens.
+    """An `AffinityIndex` over prompt prefixes; the unit is one full block of `block_tokens` tokens.
 
-    Depends on nothing but its arguments: the same calls give the same answers in any process.
+    It depends only on its arguments: the same calls give the same answers in any process.
     """
 
     def __init__(self, settings: PrefixIndexSettings, *, sweep_holdings_max: int = 4_096) -> None:
-        """`sweep_holdings_max`: runs that `expire` takes from slots in one call, about 2 us each."""
+        """Open an empty index. `sweep_holdings_max` limits the runs that one `expire` removes,
+        about 2 µs each.
+        """
         self.block_tokens: Final = settings.block_tokens
         self.statistics: Final = PrefixStatistics()
         self.entries = 0
-        """(block, endpoint) pairs held, expired ones that were not yet swept included."""
+        """Number of (block, endpoint) pairs, including expired ones that are not yet removed."""
         self._sweep_holdings_max = sweep_holdings_max
         self._first: dict[bytes, _Node] = {}
         self._slots: list[_Slot] = []
         self._fronts: list[tuple[Seconds, int]] = []
-        """Heap of (a lower bound of the slot's oldest stamp, slot): who is to be swept next."""
+        """Heap of (lower bound of the slot's oldest stamp, slot), which gives the slot to sweep
+        next.
+        """
         self._stamp: Seconds = -math.inf
         self._nodes = 0
         self._holdings = 0
@@ -259,11 +283,12 @@ class PrefixIndex:
         self._ttl_least_s = math.inf
         self._ttls_alike = True
         self._swept = 0
-        """The slot with which the next sweep begins, where they differ."""
+        """Slot at which the next sweep starts, if TTLs differ."""
         self.configure(settings)
 
     def configure(self, settings: PrefixIndexSettings) -> bool:
-        """Adopt capacity, TTL, limits and tuning; False and no change if the block size differs.
+        """Adopt capacity, TTL, limits and tuning. Return False, without a change, if the block size
+        differs.
 
         A smaller capacity or memory limit takes effect with the next prompts and sweeps.
         """
@@ -283,14 +308,18 @@ class PrefixIndex:
         return True
 
     def limit_memory(self, share: float) -> None:
-        """Take `share` of `memoryMaxBytes` at most; what is above goes with prompts and sweeps."""
+        """Limit the index to `share` of `memoryMaxBytes`; the excess is dropped with later prompts
+        and sweeps.
+        """
         self._memory_share = share
         self._memory_max_bytes = int(share * self._settings.memory_max_bytes)
 
-    # What is known.
+    # Look-ups.
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """Leading full blocks that each slot holds, summed over the prompts of the request."""
+        """Return the leading full blocks that each slot holds, summed over the prompts of the
+        request.
+        """
         chains = self._chains(request)
         size = max(slots, len(self._slots), 1)
         if len(chains) == 1:
@@ -308,7 +337,8 @@ class PrefixIndex:
             best += deepest
             full = full and deepest == len(chain) // HASH_BYTES
             if path:
-                # Prompts of one batch have much in common, and most of the cost is an array a path.
+                # Prompts of one batch share most of their path, and creating an array per path is
+                # the main cost.
                 paths[path] = paths.get(path, 0) + 1
         matched = np.zeros(size, dtype=np.int64)
         for path, prompts in paths.items():
@@ -319,10 +349,11 @@ class PrefixIndex:
         return Affinity(matched[:slots], total)
 
     def first_holder(self, request: InferenceRequest, now: Seconds) -> int:
-        """The slot to which what is known of the first prompt was first routed; -1: nothing is.
+        """Return the slot to which the known part of the first prompt was first routed, or -1 if
+        none is known.
 
-        Of the node that it reaches deepest, wholly or in part, and of those that hold it still. What
-        peers routed counts from when it was learnt here.
+        It is the first of the current holders of the deepest node that the prompt reaches, wholly
+        or in part. A peer's routing counts from the time at which it was learnt here.
         """
         chains = self._chains(request)
         chain = chains[0] if chains else b""
@@ -337,11 +368,12 @@ class PrefixIndex:
             node = self._first.get(chain[at : at + HASH_BYTES])
         if deepest is None:
             return -1
-        # A table keeps the order of joining: a newer stamp changes nothing, a split copies it.
+        # A table keeps the order of joining: a newer stamp does not change it, and a split copies
+        # it.
         return next(iter(deepest.holders))
 
     def measures(self) -> IndexMeasures:
-        """For the metrics; `MeasuresItself`."""
+        """Return the measures of `MeasuresItself` for the metrics."""
         told = self.statistics
         return IndexMeasures(
             entries=self.entries,
@@ -358,7 +390,9 @@ class PrefixIndex:
 
     @property
     def bytes_estimated(self) -> int:
-        """Process memory of the index, from measured constants: within a fifth of what is measured."""
+        """Return the estimated memory of the index in the process, from measured constants: within
+        20 %.
+        """
         return (
             self._nodes * _NODE_BYTES
             + self._holdings * _HOLDING_BYTES
@@ -367,46 +401,51 @@ class PrefixIndex:
         )
 
     def blocks_held(self, slot: int) -> int:
-        """Blocks that `slot` is believed to hold, expired ones that were not yet swept included."""
+        """Return the blocks that `slot` is estimated to have, including expired ones that are not
+        yet removed.
+        """
         return self._slots[slot].blocks if slot < len(self._slots) else 0
 
     def capacity_blocks(self, slot: int) -> int:
-        """Blocks that `slot` may hold."""
+        """Return the maximum number of blocks of `slot`."""
         if slot < len(self._slots):
             return self._slots[slot].capacity_blocks
         return self._settings.lru_capacity_per_server
 
-    # What changes it.
+    # Changes.
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
         """Assume from `now` on that `slot` holds every full block of `request`.
 
-        Returns (stamp before, stamp after, the blocks that the slot held of each prompt).
+        Return (stamp before, stamp after, the blocks that the slot held of each prompt).
         """
         to = self._slot(slot)
         since = self._stamp
         held: list[int] = []
         for chain in self._chains(request):
-            # Up to Python 3.11 a comprehension is one more call, and every request passes here.
+            # Up to Python 3.11 a comprehension costs one more call, and every request runs this
+            # code.
             held.append(self._record_chain(chain, to, now))  # noqa: PERF401
         return since, self._stamp, held
 
-    # What peers are told, and tell.
+    # Sharing with peers.
 
     @property
     def signature(self) -> str:
-        """Chains mean the same to whoever has the same; `SharedIndex`."""
+        """Return the signature for `SharedIndex`; chains mean the same for pickers with the same
+        signature.
+        """
         return f"prefix:{self.block_tokens}:{HASH_SCHEME}"
 
     def share(self, request: InferenceRequest) -> Sequence[bytes]:
-        """The chains that `record` of `request` assumes."""
+        """Return the chains that `record` of `request` adds."""
         return self._chains(request)
 
     def learn(self, keys: Sequence[bytes], slot: int, stamp: Seconds, now: Seconds) -> None:
-        """A peer has assumed since `stamp` that `slot` holds the chains `keys`.
+        """Record that a peer has assumed since `stamp` that `slot` holds the chains `keys`.
 
-        Any order of the same calls, with any repeated, leaves the same matches, but for what they
-        push out. Nothing is learnt of what is older than the TTL.
+        The same calls in any order, with repetitions, give the same matches, except for what they
+        displace. Records older than the TTL are ignored.
         """
         to = self._slot(slot)
         if stamp < now - self._ttl_s * to.ttl_factor:
@@ -417,9 +456,9 @@ class PrefixIndex:
             self._learn_chain(chain[:whole], to, min(stamp, now))
 
     def shared_entries(self) -> Iterator[tuple[int, Seconds, Sequence[bytes]]]:
-        """(slot, stamp, keys) of all that is held, oldest first; each what `learn` takes.
+        """Yield (slot, stamp, keys) of the whole content, oldest first, as arguments for `learn`.
 
-        What changes while it is read may be told as it was or as it is.
+        Content that changes meanwhile may be yielded in its old or its new state.
         """
         entries = [
             (stamp, slot.number, end)
@@ -433,20 +472,22 @@ class PrefixIndex:
                 yield number, stamp, (_chain_to(end),)
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Take back what a `record` of `request` added to `slot`.
+        """Undo what a `record` of `request` added to `slot`.
 
-        What the slot had held before stays, and so does what was recorded there again since.
+        Content that the slot had before stays, and so does content that was recorded again since
+        then.
         """
         since, until, held = recorded
         before = self.entries
         chains = self._chains(request)[: len(held)]
-        # Last prompt first: what two prompts share carries the stamp of the last.
+        # The last prompt comes first, because blocks that two prompts share carry the stamp of the
+        # last.
         for chain, blocks in zip(reversed(chains), reversed(held), strict=False):
             self._retract_chain(chain, self._slots[slot], blocks, since, until)
         self.statistics.retracted += before - self.entries
 
     def forget(self, slot: int) -> None:
-        """The endpoint in `slot` left or restarted: it holds nothing, its capacity is unknown."""
+        """Drop the content and the capacity of `slot`, because its endpoint left or restarted."""
         if slot >= len(self._slots):
             return
         gone = self._slots[slot]
@@ -460,7 +501,9 @@ class PrefixIndex:
         self._compare_ttls()
 
     def expire(self, now: Seconds) -> None:
-        """Drop what was last routed longer ago than the TTL, oldest first, a bounded number."""
+        """Drop content that was last routed longer ago than the TTL, oldest first, a bounded
+        number.
+        """
         floor = self._holdings - self._sweep_holdings_max
         if self._ttls_alike:
             cutoff = now - self._ttl_least_s
@@ -474,7 +517,9 @@ class PrefixIndex:
         self._shrink(self._sweep_holdings_max)
 
     def correct(self, correction: Correction) -> None:
-        """With `correctByEngine`: hold less of an endpoint of which too much was predicted, or more."""
+        """Adapt the limits of an endpoint by the error of its predictions, if `correctByEngine` is
+        set.
+        """
         if not self._settings.correct_by_engine:
             return
         slot = self._slot(correction.slot)
@@ -483,7 +528,7 @@ class PrefixIndex:
         if error > ERROR_TOLERATED:
             step = 1.0 - min(error, CORRECTION_STEP_MAX)
             held = slot.blocks / self._uncorrected_capacity_of(slot)
-            # An endpoint of which all is forgotten says nothing of how much it can hold.
+            # An endpoint without any content says nothing about its capacity.
             factor = min(slot.capacity_factor, held) if held else slot.capacity_factor
             slot.capacity_factor = _bounded(factor * step)
             slot.ttl_factor = _bounded(slot.ttl_factor * step)
@@ -499,18 +544,18 @@ class PrefixIndex:
         slot.capacity_blocks = max(self._capacity_of(slot), least)
         self._compare_ttls()
         self._fit(slot)
-        # What its own correction takes says nothing of the next window.
+        # Blocks removed by the correction itself must not count for the next window.
         slot.capacity_bound = False
 
     def stretch(self, slot: int, factor: float) -> None:
-        """From now on what was routed to `slot` counts for `factor` times the TTL."""
+        """Multiply the TTL of content routed to `slot` by `factor` from now on."""
         stretched = self._slot(slot)
         if stretched.ttl_factor != factor:
             stretched.ttl_factor = factor
             self._compare_ttls()
 
     def _uncorrected_capacity_of(self, slot: _Slot) -> int:
-        """In blocks, by the engine's word or else by the configuration."""
+        """Return the capacity in blocks, as the engine reported it or as configured."""
         if not slot.engine_tokens:
             return self._settings.lru_capacity_per_server
         tokens = int(slot.engine_tokens * slot.bytes_per_token) // BYTES_PER_TOKEN
@@ -520,13 +565,13 @@ class PrefixIndex:
         return max(1, int(self._uncorrected_capacity_of(slot) * slot.capacity_factor))
 
     def _compare_ttls(self) -> None:
-        """How old the oldest is that counts at every endpoint."""
+        """Compute the shortest TTL of all endpoints."""
         factors = {slot.ttl_factor for slot in self._slots} or {1.0}
         self._ttls_alike = len(factors) == 1
         self._ttl_least_s = self._ttl_s * min(factors)
 
     def _expire_each(self, now: Seconds, floor: int) -> None:
-        """As `expire`, of endpoints whose TTLs differ; the next time it goes on where it stopped."""
+        """Expire endpoints with different TTLs; the next call continues where this one stopped."""
         left = self._sweep_holdings_max
         for _ in range(len(self._slots)):
             slot = self._slots[self._swept % len(self._slots)]
@@ -543,7 +588,7 @@ class PrefixIndex:
         self.statistics.evicted_ttl += self._evict_oldest_of(slot, slot.blocks)
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
-        """With `autoTune`: the endpoint holds as many tokens as its engine's KV cache."""
+        """Set the capacity of `slot` to the tokens of its engine's KV cache, if `autoTune` is set."""
         if not self._settings.auto_tune or blocks_total <= 0 or block_size_tokens <= 0:
             return
         tuned = self._slot(slot)
@@ -552,19 +597,19 @@ class PrefixIndex:
         tuned.capacity_blocks = self._capacity_of(tuned)
         self._fit(tuned)
 
-    # Looking up.
+    # Look-up of paths.
 
     def _chains(self, request: InferenceRequest) -> Sequence[bytes]:
         chains = request.chains_of(self.block_tokens * BYTES_PER_TOKEN, self._blocks_max)
         longest = self._blocks_max * HASH_BYTES
         for chain in chains:
-            # A replayed trace brings its own chains, and the limit may have been lowered.
+            # A replayed trace has its own chains, and the limit may have been lowered since.
             if len(chain) > longest:
                 return [chain[:longest] for chain in chains]
         return chains
 
     def _depths(self, path: tuple[tuple[int, int], ...], size: int) -> Ints:
-        """The depth of the last node of `path` that each of `size` slots holds."""
+        """Return the depth of the last node of `path` that each of `size` slots holds."""
         depths = np.zeros(size, dtype=np.int64)
         deeper = 0
         for mask, depth in reversed(path):
@@ -582,9 +627,10 @@ class PrefixIndex:
         return depths
 
     def _path(self, chain: bytes, now: Seconds) -> tuple[tuple[int, int], ...]:
-        """(mask of the slots whose stamp is not too old, depth in blocks) a node, from the top.
+        """Return (mask of the slots with a recent stamp, depth in blocks) for each node, from the
+        top.
 
-        Stamps never increase downwards: each mask is part of the one before it.
+        Stamps never increase on the way down, so each mask is part of the one before it.
         """
         first = self._first
         node = first.get(chain[:HASH_BYTES])
@@ -594,7 +640,7 @@ class PrefixIndex:
         path: list[tuple[int, int]] = []
         parent = None
         at = 0
-        # A node found under another parent is a collision of hashes, not what this prompt says.
+        # A node found under another parent is a hash collision, not a part of this prompt.
         while node is not None and node.parent is parent:
             run = node.run
             end = at + len(run)
@@ -613,7 +659,7 @@ class PrefixIndex:
         return tuple(path)
 
     def _live(self, node: _Node, now: Seconds) -> int:
-        """The slots that hold `node` with a stamp that is not too old, as bits."""
+        """Return the slots that hold `node` with a recent stamp, as bits."""
         node.oldest = min(node.holders.values())
         cutoff = now - self._ttl_least_s
         if node.oldest >= cutoff:
@@ -648,7 +694,7 @@ class PrefixIndex:
         return slots[number]
 
     def _record_chain(self, chain: bytes, slot: _Slot, now: Seconds) -> int:
-        """Stamp the path of `chain`, adding what is missing; return the blocks held before."""
+        """Stamp the path of `chain` and add missing nodes. Return the blocks held before."""
         if len(chain) > slot.capacity_blocks * HASH_BYTES:
             chain = chain[: slot.capacity_blocks * HASH_BYTES]
         if not chain:
@@ -666,7 +712,7 @@ class PrefixIndex:
             if node.parent is parent and chain[at : at + len(node.run)] != node.run:
                 node = self._split(node, _common_blocks(node.run, chain, at))
             if node is None or node.parent is not parent:
-                break  # Two blocks of one hash: what follows is not recorded.
+                break  # A hash collision: the rest is not recorded.
             end = at + len(node.run)
             if number in node.holders:
                 held = end
@@ -691,7 +737,7 @@ class PrefixIndex:
         return held // HASH_BYTES
 
     def _hold(self, node: _Node, slot: _Slot) -> None:
-        """`slot`, which holds its parent, holds `node` too; its stamp is still to be set."""
+        """Add `slot`, which holds the parent, to the holders of `node`; the caller sets its stamp."""
         blocks = len(node.run) // HASH_BYTES
         node.mask |= 1 << slot.number
         self._holdings += 1
@@ -699,14 +745,14 @@ class PrefixIndex:
         slot.blocks += blocks
 
     def _learn_chain(self, chain: bytes, slot: _Slot, stamp: Seconds) -> None:
-        """As `_record_chain`, for what was recorded elsewhere at `stamp`, be it late or again."""
+        """Insert a chain that was recorded elsewhere at `stamp`, possibly late or repeated."""
         if len(chain) > slot.capacity_blocks * HASH_BYTES:
             chain = chain[: slot.capacity_blocks * HASH_BYTES]
         if not chain:
             return
         number = slot.number
         stamp = _unused(slot.stamps, stamp)
-        # Own prompts are newer than all that came before them.
+        # The stamps of own prompts are newer than all earlier ones.
         self._stamp = max(self._stamp, stamp)
         first = self._first
         parent: _Node | None = None
@@ -721,7 +767,7 @@ class PrefixIndex:
             if node.parent is parent and chain[at : at + len(node.run)] != node.run:
                 node = self._split(node, _common_blocks(node.run, chain, at))
             if node is None or node.parent is not parent:
-                break  # Two blocks of one hash: what follows is not learnt.
+                break  # A hash collision: the rest is not learnt.
             known = node.holders.get(number)
             if known is None:
                 self._hold(node, slot)
@@ -739,12 +785,13 @@ class PrefixIndex:
         self._shrink(_SHRINK_HOLDINGS_MAX)
 
     def _append(self, parent: _Node | None, run: bytes, slot: _Slot, stamp: Seconds) -> _Node:
-        """Put `run`, which only `slot` holds, below `parent`; return the node it is in."""
+        """Insert `run`, which only `slot` holds, below `parent`. Return its node."""
         blocks = len(run) // HASH_BYTES
         self.entries += blocks
         self._run_blocks += blocks
         slot.blocks += blocks
-        # A conversation that stays on one endpoint stays one node, unless it is told out of turn.
+        # A conversation that stays at one endpoint stays one node, unless its parts arrive out of
+        # order.
         alone = 1 << slot.number
         if (
             parent is not None
@@ -763,10 +810,11 @@ class PrefixIndex:
         return node
 
     def _split(self, node: _Node, blocks: int) -> _Node | None:
-        """Cut `node` after `blocks` of its blocks; return the head, `node` itself is the tail.
+        """Cut `node` after `blocks` of its blocks. Return the head; `node` itself becomes the tail.
 
-        The tail keeps its identity because queues point to the deepest node of a prompt. None, and
-        nothing done, if its first hash already leads to another node: a collision of hashes.
+        The tail keeps its identity, because queues point to the deepest node of a prompt. Return
+        None, without a change, if the tail's first hash already leads to another node (a hash
+        collision).
         """
         cut = blocks * HASH_BYTES
         if node.run[cut : cut + HASH_BYTES] in self._first:
@@ -793,7 +841,7 @@ class PrefixIndex:
             self._sweep_stale(slot)
 
     def _enqueue_late(self, slot: _Slot, stamp: Seconds, end: _Node) -> None:
-        """As `_enqueue`, for a stamp that may be older than others of `slot`."""
+        """Insert an entry whose stamp may be older than others of `slot`."""
         if not slot.stamps or stamp > slot.stamps[-1]:
             self._enqueue(slot, stamp, end)
             return
@@ -802,7 +850,7 @@ class PrefixIndex:
         slot.ends.insert(position, end)
         self._records += 1
         if not position:
-            # What the heap says of this slot must not be above its front.
+            # The heap's bound for this slot must not be above its front.
             self._fronts = [(at, number) for at, number in self._fronts if number != slot.number]
             self._fronts.append((stamp, slot.number))
             heapq.heapify(self._fronts)
@@ -810,7 +858,7 @@ class PrefixIndex:
             self._sweep_stale(slot)
 
     def _sweep_stale(self, slot: _Slot) -> None:
-        """Drop the entries whose nodes a newer prompt has stamped since: O(1) a prompt recorded."""
+        """Drop the entries whose nodes carry a newer stamp; the cost is O(1) per recorded prompt."""
         number = slot.number
         live = [
             (stamp, end)
@@ -822,17 +870,19 @@ class PrefixIndex:
         slot.ends = deque(end for _, end in live)
         slot.live = len(live)
 
-    # Giving up.
+    # Eviction.
 
     def _fit(self, slot: _Slot) -> None:
-        """Evict from `slot` exactly what is above its capacity."""
+        """Evict from `slot` exactly the blocks above its capacity."""
         while slot.blocks > slot.capacity_blocks:
             excess = slot.blocks - slot.capacity_blocks
             slot.capacity_bound = True
             self.statistics.evicted_capacity += self._evict_oldest_of(slot, excess)
 
     def _shrink(self, holdings_max: int) -> None:
-        """Evict the oldest of all until the memory limit is kept, or `holdings_max` are gone."""
+        """Evict the oldest content of all slots until the memory limit is met or `holdings_max` are
+        removed.
+        """
         floor = self._holdings - holdings_max
         while self.bytes_estimated > self._memory_max_bytes and self._holdings > floor:
             oldest = self._oldest()
@@ -841,7 +891,7 @@ class PrefixIndex:
             self.statistics.evicted_memory += self._evict_oldest_of(oldest, oldest.blocks)
 
     def _oldest(self) -> _Slot | None:
-        """The slot whose queue has the oldest front; None if all are empty."""
+        """Return the slot whose queue has the oldest front, or None if all queues are empty."""
         fronts = self._fronts
         while fronts:
             stamp, number = fronts[0]
@@ -856,9 +906,11 @@ class PrefixIndex:
         return None
 
     def _evict_oldest_of(self, slot: _Slot, blocks_max: int) -> int:
-        """Take from `slot`, tail first, what only its oldest prompt used; return the blocks.
+        """Evict from `slot`, end first, what only its oldest prompt used. Return the number of
+        blocks.
 
-        At most `blocks_max`; then the entry stays in the queue and points to what is left.
+        At most `blocks_max` blocks are removed; then the entry stays in the queue and points to the
+        rest.
         """
         stamp = slot.stamps[0]
         node: _Node | None = slot.ends[0]
@@ -881,9 +933,10 @@ class PrefixIndex:
         return before - slot.blocks
 
     def _cut(self, node: _Node, slot: _Slot, keep: int) -> _Node | None:
-        """Leave `slot` the first `keep` blocks of `node`, nothing below; return their node.
+        """Keep only the first `keep` blocks of `node` for `slot`, and nothing below. Return their
+        node.
 
-        None if a collision of hashes forbids to split: then `slot` keeps nothing of it.
+        Return None if a hash collision prevents the split; `slot` then keeps nothing of the node.
         """
         if len(node.holders) > 1:
             head = self._split(node, keep)
@@ -898,7 +951,7 @@ class PrefixIndex:
         return node
 
     def _release(self, node: _Node, slot: _Slot) -> None:
-        """`slot` no longer holds `node`, and nothing below it."""
+        """Remove `slot` from the holders of `node`; it holds nothing below."""
         blocks = len(node.run) // HASH_BYTES
         del node.holders[slot.number]
         node.mask ^= 1 << slot.number
@@ -914,14 +967,14 @@ class PrefixIndex:
             node.parent.children -= 1
         self._nodes -= 1
         self._run_blocks -= blocks
-        # Stale entries may point here for long; they need neither.
+        # Stale entries may point to this node for long, and need neither of these values.
         node.run = b""
         node.parent = None
 
     def _retract_chain(
         self, chain: bytes, slot: _Slot, held: int, since: Seconds, until: Seconds
     ) -> None:
-        """Take from `slot` what is deeper than `held` blocks and stamped in (since, until]."""
+        """Remove from `slot` what is deeper than `held` blocks and stamped in (since, until]."""
         path: list[tuple[int, _Node]] = []
         parent = None
         at = 0
@@ -948,9 +1001,9 @@ class PrefixIndex:
                 self._release(node, slot)
 
     def _holds_below(self, node: _Node, slot: _Slot) -> bool:
-        """Whether `slot` holds what goes on behind `node`: a peer may have told of it late.
+        """Return whether `slot` holds content below `node`, which a peer may have shared late.
 
-        With more prompts than can be searched in a turn of the loop it is taken to do so.
+        Return True without a search if there are too many prompts for one turn of the event loop.
         """
         if len(slot.ends) > _SEARCHED_MAX:
             return True
@@ -964,7 +1017,7 @@ class PrefixIndex:
         return False
 
     def _reattach(self, node: _Node, slot: _Slot) -> None:
-        """Let the entry of the stamp of `node` end there, unless it still ends deeper."""
+        """Set the end of the entry with the stamp of `node` to `node`, unless it ends deeper."""
         stamp = node.holders[slot.number]
         position = _position(slot.stamps, stamp)
         if slot.ends[position].holders.get(slot.number) != stamp:
@@ -972,7 +1025,7 @@ class PrefixIndex:
 
 
 def _chain_to(end: _Node) -> bytes:
-    """The hashes from the first block to the last of `end`."""
+    """Return the hashes from the first block to the last block of `end`."""
     runs: list[bytes] = []
     node: _Node | None = end
     while node is not None:
@@ -982,7 +1035,7 @@ def _chain_to(end: _Node) -> bytes:
 
 
 def _unused(stamps: deque[Seconds], stamp: Seconds) -> Seconds:
-    """The first instant from `stamp` on that is not among the ascending `stamps`."""
+    """Return the first time from `stamp` on that is not in the ascending `stamps`."""
     if not stamps or stamp > stamps[-1]:
         return stamp
     position = bisect.bisect_left(stamps, stamp)
@@ -993,7 +1046,7 @@ def _unused(stamps: deque[Seconds], stamp: Seconds) -> Seconds:
 
 
 def _position(stamps: deque[Seconds], stamp: Seconds) -> int:
-    """Where `stamp` is in the ascending `stamps`; most likely near the end."""
+    """Return the position of `stamp` in the ascending `stamps`; it is usually near the end."""
     position = len(stamps) - 1
     while stamps[position] > stamp:
         position -= 1
@@ -1002,14 +1055,16 @@ def _position(stamps: deque[Seconds], stamp: Seconds) -> int:
 
 
 def _bounded(factor: float) -> float:
-    """Within what corrections may come to."""
+    """Return `factor` limited to the bounds of corrections."""
     return min(max(factor, 1.0 / CORRECTION_MAX), CORRECTION_MAX)
 
 
 def _common_blocks(run: bytes, chain: bytes, at: int) -> int:
-    """Blocks that `run` and `chain` from byte `at` share: the first, but not the whole run.
+    """Return the number of blocks that `run` and `chain` from byte `at` share, at least 1 and less
+    than the run.
 
-    Chained hashes that are equal at one block are equal at all before it: a binary search.
+    Chained hashes that are equal at one block are equal at all earlier ones, which allows a binary
+    search.
     """
     low = 1
     high = min(len(run) - HASH_BYTES, len(chain) - at) // HASH_BYTES

@@ -1,4 +1,4 @@
-"""Candidates as they once were, made again of the numbers that were kept of them."""
+"""Candidates of past decisions, rebuilt from their stored numbers."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -19,8 +19,9 @@ _MATCHED: Final = NUMBERS.index("matched_blocks")
 def numbers_before(
     numbers: Sequence[float], *, prompt_tokens: int, prefill_tokens: float, matched_blocks: int
 ) -> list[float]:
-    """`NUMBERS` of the endpoint that was chosen, as the scorers saw them: without this request, of
-    `prompt_tokens` of which `prefill_tokens` were to compute.
+    """Return the `NUMBERS` of the chosen endpoint as the scorers saw them: without this request.
+
+    The request has `prompt_tokens`, of which `prefill_tokens` were to be computed.
     """
     before = [*numbers]
     before[_INFLIGHT_REQUESTS] -= 1
@@ -39,10 +40,10 @@ def rebuilt_candidates(
     prompt_tokens: int,
     adapters: Sequence[AdapterReport | None] = (),
 ) -> Candidates:
-    """Candidates whose `NUMBERS` are `numbers`: a row each, in the order of `endpoints`.
+    """Return candidates with the `NUMBERS` in `numbers`, a row for each of `endpoints`.
 
-    `adapters`: what each told of them; none: nobody told anything. The rest is as of an endpoint of
-    which nothing is known: nobody saturated, one index alone, the default one.
+    `adapters` are their adapter reports; if empty, none was reported. All other values are those of
+    an unknown endpoint: it is not saturated, and the default index is the only one.
     """
     columns = Columns()
     matched = np.zeros(len(endpoints), dtype=np.int64)

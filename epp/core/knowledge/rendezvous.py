@@ -1,8 +1,8 @@
-"""Rendezvous hashing: an order of endpoints for a key, on which all agree who know both.
+"""Rendezvous hashing: an order of endpoints for a key, which is equal for all that know both.
 
-Each endpoint's weight is a hash of the key and of its identity; the highest wins (Thaler and
-Ravishankar, "Using name-based mappings to increase hit rates", 1998). Nothing is remembered and
-nothing is told: an endpoint that leaves takes along only the keys that it had won.
+Each endpoint's weight is a hash of the key and of its identity, and the highest wins (Thaler and
+Ravishankar, "Using name-based mappings to increase hit rates", 1998). It needs no memory and no
+communication. An endpoint that leaves changes only the keys that it had won.
 """
 
 from typing import Final, TypeAlias
@@ -13,22 +13,22 @@ import xxhash
 
 Hashes: TypeAlias = npt.NDArray[np.uint64]
 
-# Factors and order are those of the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable
-# pseudorandom number generators", 2014). Its first and last steps are left out: keys and identities
-# are hashes already, and what decides are the upper bits. Arrays without dimensions, because numbers
-# of numpy's own cost twice as much in each step.
+# Factors and order are those of the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast
+# splittable pseudorandom number generators", 2014). Its first and last steps are left out, because
+# keys and identities are hashes already and the upper bits decide. The constants are arrays without
+# dimensions, because numpy scalars cost twice as much in each step.
 _FACTOR_1: Final = np.array(0xBF58476D1CE4E5B9, dtype=np.uint64)
 _SHIFT: Final = np.array(32, dtype=np.uint64)
 _FACTOR_2: Final = np.array(0x94D049BB133111EB, dtype=np.uint64)
 
 
 def identity_hash(name: str) -> int:
-    """64 bits that stand for an endpoint by its id, or for a session, the same in every process."""
+    """Return 64 bits that identify an endpoint by its id, or a session, the same in every process."""
     return xxhash.xxh64_intdigest(name.encode("utf-8", "surrogatepass"))
 
 
 def rendezvous_weights(identities: Hashes, key: int) -> Hashes:
-    """uint64[n]: the weight for `key`, 64 bits, of each of the n `identities`; a new array."""
+    """Return uint64[n]: the weight for the 64-bit `key` of each of the n `identities`; a new array."""
     weights = identities ^ np.array(key, dtype=np.uint64)
     weights *= _FACTOR_1
     weights ^= weights >> _SHIFT

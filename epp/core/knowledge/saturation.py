@@ -1,4 +1,4 @@
-"""How full the pool is: whether to admit what may be shed, and which endpoints are too full."""
+"""Saturation of the pool: whether requests must be shed, and which endpoints are too full."""
 
 from typing import Annotated, ClassVar
 
@@ -15,12 +15,12 @@ from epp.core.types import Seconds
 class UtilizationDetector(
     Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True
 ):
-    """An endpoint is as full as the worse of its queue and its KV cache, 1.0 at the thresholds.
+    """Drop endpoints that are fuller than 1 + `headroom`; keep all if that would leave none.
 
-    max(waiting / `queue_depth_threshold`, KV usage / `kv_cache_util_threshold`), the reference
-    picker's formula and defaults; stale or never scraped counts as full, and so does an endpoint
-    whose engine refused a request since its last good scrape. As a filter it drops what is fuller
-    than 1 + `headroom`, and keeps all when that would leave nobody.
+    The utilization of an endpoint is the larger one of its queue and its KV cache, 1.0 at the
+    thresholds: max(waiting / `queue_depth_threshold`, KV usage / `kv_cache_util_threshold`).
+    Formula and defaults are the reference picker's. An endpoint counts as full if its metrics are
+    stale or missing, or if its engine refused a request since its last good scrape.
     """
 
     type_name: ClassVar[str] = "utilization-detector"
@@ -38,8 +38,8 @@ class UtilizationDetector(
     def __post_init__(self) -> None:
         if not self.metrics_staleness_threshold > 0:
             raise ValueError(
-                "metricsStalenessThreshold must be more than 0s, is "
-                f"{self.metrics_staleness_threshold:g}s"
+                "metricsStalenessThreshold is "
+                f"{self.metrics_staleness_threshold:g}s; it must be more than 0s"
             )
 
     @property
@@ -47,11 +47,11 @@ class UtilizationDetector(
         return float(self.metrics_staleness_threshold)
 
     def utilization(self, candidates: Candidates) -> Floats:
-        """float64[n], 1.0 at a threshold, more beyond it."""
+        """Return float64[n]: 1.0 at a threshold, more beyond it."""
         queue = candidates.waiting_requests / self.queue_depth_threshold
         cache = candidates.kv_cache_usage / self.kv_cache_util_threshold
         worse: Floats = np.fmax(queue, cache)
-        # Neither known although scraped: an engine without these signals is not thereby full.
+        # An engine that was scraped but reports neither signal does not count as full.
         worse[np.isnan(worse)] = 0.0
         stale = candidates.metrics_age_s > self.metrics_staleness_threshold
         worse[stale] = np.fmax(worse[stale], 1.0)
@@ -60,7 +60,7 @@ class UtilizationDetector(
         return worse
 
     def saturation(self, candidates: Candidates) -> float:
-        """Mean utilization of the pool; 1.0 for an empty one."""
+        """Return the mean utilization of the pool; 1.0 for an empty pool."""
         return float(self.utilization(candidates).mean()) if len(candidates) else 1.0
 
     def keep(self, request: InferenceRequest, candidates: Candidates) -> Bools:

@@ -1,4 +1,4 @@
-"""Whether sessions that clients name come again, told by the last requests that named one."""
+"""Detection of returning sessions, from the last requests that named a session."""
 
 from collections import OrderedDict, deque
 from typing import Final
@@ -6,25 +6,27 @@ from typing import Final
 from epp.core.knowledge.rendezvous import identity_hash
 
 SESSIONS_MAX: Final = 4_096
-"""Sessions that are remembered; of more, those go that were not named for longest."""
+"""Maximum number of remembered sessions; beyond it, those that were unused for longest are dropped."""
 LOOKED_AT: Final = 64
-"""Requests that decide, and of them"""
+"""Number of recent requests that decide."""
 RETURNED_MIN: Final = 1 / 8
-"""named a session that was named before. So many do if each session has a second turn and four pickers
-share them by chance: one of four second turns is one of eight requests."""
+"""Share of these requests that must name a known session. If each session has a second turn and
+four pickers share the turns by chance, one of four second turns returns to the same picker. That is
+one of eight requests.
+"""
 
 
 class SessionReturns:
-    """What is seen of sessions at one picker, which with others sees some of their turns only."""
+    """The sessions seen by one picker, which sees only some of their turns if there are others."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[int, None] = OrderedDict()
         self._returned: deque[bool] = deque(maxlen=LOOKED_AT)
         self.expected = False
-        """Whether a session that is named will be named again. Of nobody seen: no."""
+        """True if a named session is expected to return; False before any request."""
 
     def note(self, session: str) -> None:
-        """A request named `session`."""
+        """Record that a request named `session`."""
         key = identity_hash(session)
         returned = key in self._known
         self._known[key] = None

@@ -80,9 +80,9 @@ def test_the_first_source_that_a_request_has_names_its_session():
 @pytest.mark.parametrize(
     ("parameters", "problem"),
     [
-        ({"headerName": "x-a", "cookieName": "b"}, "expected one of the two"),
-        ({"sources": [{}]}, "one of header and attribute"),
-        ({"sources": [{"header": "x", "attribute": "SessionIDDataKey"}]}, "one of header and"),
+        ({"headerName": "x-a", "cookieName": "b"}, "set only one of the two"),
+        ({"sources": [{}]}, "either header or attribute"),
+        ({"sources": [{"header": "x", "attribute": "SessionIDDataKey"}]}, "either header or"),
         ({"sources": [{"attribute": "agent-identity"}]}, "nothing here tells"),
         ({"sources": [{"header": "x"}] * 17}, "length <= 16"),
     ],

@@ -230,7 +230,10 @@ def test_never_more_are_away_than_may_be_and_all_come_back(count, percent, most,
     [
         ("baseEjectionTime: 0s", "baseEjectionTime must be a duration above 0s"),
         ("window: 0s", "window must be a duration above 0s"),
-        ("maxEjectionTime: 10s", "maxEjectionTime must be at least baseEjectionTime, 30s, is 10s"),
+        (
+            "maxEjectionTime: 10s",
+            "maxEjectionTime is 10s; it must be at least baseEjectionTime, 30s",
+        ),
         ("maxEjectionPercent: 80", "expected a number of at most 50"),
         ("maxFailingPercent: 100", "expected a number of at most 90"),
         ("slownessFactor: 1.1", "expected a number of at least 2"),

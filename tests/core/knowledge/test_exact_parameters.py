@@ -74,7 +74,7 @@ def test_all_that_the_samples_of_the_field_write_is_read():
         ({"indexerConfig": {"kvBlockIndexConfig": {"metricsLoggingInterval": "x"}}}, "duration"),
         (
             {"indexerConfig": {"kvBlockIndexConfig": {"costAwareMemoryConfig": {"size": "much"}}}},
-            "size is 'much', expected bytes with a unit",
+            "size is 'much'; expected a number of bytes with a unit",
         ),
     ],
 )

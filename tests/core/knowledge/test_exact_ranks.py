@@ -117,7 +117,7 @@ def test_ranks_that_are_gone_are_forgotten():
 def test_ranks_are_bounded(rank):
     """None is made for one that is not heard."""
     index = ranked()
-    with pytest.raises(ValueError, match="expected one from 0 on below 64"):
+    with pytest.raises(ValueError, match="it must be at least 0 and below 64"):
         index.hear(1, [run(TOKENS[:64])], 0.0, rank=rank)
     with pytest.raises(ValueError, match="rank is"):
         index.set_stream(1, LIVE, complete=True, rank=rank)

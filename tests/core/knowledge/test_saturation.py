@@ -97,5 +97,7 @@ def test_a_threshold_out_of_bounds_is_refused(parameters):
 
 def test_a_staleness_that_nothing_meets_is_refused():
     """0 s would call every endpoint full."""
-    with pytest.raises(ValueError, match="metricsStalenessThreshold must be more than 0s, is 0s"):
+    with pytest.raises(
+        ValueError, match="metricsStalenessThreshold is 0s; it must be more than 0s"
+    ):
         UtilizationDetector(metrics_staleness_threshold=Duration(0))

@@ -1,6 +1,7 @@
-"""Opinions: which endpoints may serve, how good each is, and which one it will be.
+"""The built-in plugins: filters, scorers and pickers.
 
-Every plugin that configurations can name, one row each. Others join these tables in `epp.configuration.build`.
+These tables hold every plugin of these kinds that a configuration can name, one row each. Installed
+plugins are added to the tables in `epp.configuration.build`.
 """
 
 from collections.abc import Mapping
@@ -58,4 +59,4 @@ DEPRECATED: Final[Mapping[str, str]] = {
     "by-label": "label-selector-filter",
     "by-label-selector": "label-selector-filter",
 }
-"""Old type name -> the one to use instead. The old ones keep working."""
+"""Replacement of each deprecated type name. The old names keep working."""

@@ -1,19 +1,23 @@
-"""Where pickers that do not hear each other would all send a prompt of which one knows little.
+"""Agreement between pickers that do not share decisions, on the endpoint for a little-known prompt.
 
-Each finds the same endpoint for the same key by rendezvous hashing, without a word. The key is the
-whole question: too coarse, and one endpoint gets everybody who shares a system prompt; too fine,
-and the turns of one conversation part. So it is
+Every picker computes the same endpoint for the same key by rendezvous hashing, without
+communication. The choice of the key is what matters. If it is too coarse, all clients with the same
+system prompt go to one endpoint. If it is too fine, the turns of one conversation go to different
+endpoints. The key is:
 
-- the hash of the prompt's head as far as the first boundary of `key_tokens` beyond what most
-  candidates hold, as long as that lies in what comes before the user's first message: who shares a
-  preamble that is not everywhere yet stays together;
-- beyond that the session, if the client names it and sessions come again here, else the
-  conversation: the hash of all up to the end of the user's first message, the same at each turn;
-- of a completion, of which nobody knows what comes before a first message, the session if sessions
-  come again, else that head in any case: a session of one request would part who shares a head.
+- The hash of the prompt's head up to the first multiple of `key_tokens` beyond what most candidates
+  have cached. This applies while that position is before the user's first message. Prompts with a
+  common preamble that is not yet cached everywhere thus stay together.
+- Beyond that position, the session, if the client names one and clients return to sessions here.
+  Otherwise it is the conversation: the hash of everything up to the end of the user's first
+  message, which is the same at each turn.
+- For a completion, the session if clients return to sessions, otherwise the hash of the head in
+  every case. A completion has no known first message, and a session of one request would separate
+  prompts with the same head.
 
-What most hold is nearly the same at all pickers, because it is what most requests begin with; whether
-sessions come again is, because each picker sees a sample of the same.
+The length that most candidates have cached is nearly the same at all pickers, because it is the
+beginning of most requests. All pickers also agree on whether clients return to sessions, because
+each sees a sample of the same traffic.
 """
 
 import math
@@ -28,7 +32,9 @@ from epp.plugins.contract import Candidates, Floats, InferenceRequest, Ints
 
 
 class Agreement(StrEnum):
-    """Whether prompts of which little is known go where every picker would send them."""
+    """The rule for routing prompts of which little is known to the endpoint that every picker would
+    choose.
+    """
 
     AUTO = "auto"
     NONE = "none"
@@ -36,11 +42,14 @@ class Agreement(StrEnum):
 
 
 LOAD_FACTOR_MAX: Final = 1.25
-"""Of the mean: the load factor of consistent hashing with bounded loads (Mirrokni, Thorup and
-Zadimoghaddam, 2018) that its users have settled on."""
+"""Largest allowed load as a multiple of the mean. It is the usual load factor of consistent hashing
+with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2018).
+"""
 CHANCE_DEVIATIONS: Final = 3.0
-"""Requests in flight are counted by each picker for itself. Of few, counts differ by chance, and each
-picker's differently: as long as chance explains a count, skipping would only part the pickers."""
+"""Standard deviations of a request count that chance explains. Each picker counts only its own
+requests in flight, and small counts differ by chance between pickers. If chance explains a count,
+skipping the endpoint would only make the pickers disagree.
+"""
 
 
 def agreement_key(
@@ -51,14 +60,15 @@ def agreement_key(
     key_tokens: int,
     session: str,
 ) -> int | None:
-    """64 bits by which pickers agree on `request`; None: it has nothing to go by.
+    """Return the 64-bit key by which pickers agree on `request`, or None if the request has no such
+    key.
 
-    `matched_blocks`, int64[n], is what each candidate holds, by the own index. `session` is "" if
-    the client names none.
+    `matched_blocks`, int64[n], holds the blocks that this picker's index estimates at each
+    candidate. `session` is "" if the client names none.
     """
     block_bytes = candidates.block_tokens * BYTES_PER_TOKEN
     step = max(1, key_tokens // candidates.block_tokens)
-    # More than half hold so much.
+    # More than half of the candidates have this many blocks.
     common = int(np.sort(matched_blocks)[(len(matched_blocks) - 1) // 2])
     head_blocks = step * (common // step + 1)
     preamble_bytes, conversation = request.opening() or (0, None)
@@ -71,11 +81,11 @@ def agreement_key(
 
 
 def agreed_scores(candidates: Candidates, key: int) -> Floats:
-    """float64[n]: 1 for the endpoint on which all agree, 0 for the others.
+    """Return float64[n]: 1 for the endpoint on which all pickers agree, 0 for the others.
 
-    It is the first in rendezvous order that does not have too many requests in flight from here:
-    more than `LOAD_FACTOR_MAX` times the mean and what chance explains beyond it. Of how many
-    pickers there are that does not depend: each compares its own counts with its own mean.
+    It is the first endpoint in rendezvous order that has at most `LOAD_FACTOR_MAX` times the mean
+    number of requests in flight, plus what chance explains. Each picker compares its own counts
+    with its own mean, so the rule does not depend on the number of pickers.
     """
     inflight = candidates.inflight_requests
     mean = float(np.add.reduce(inflight)) / len(inflight)
@@ -83,7 +93,7 @@ def agreed_scores(candidates: Candidates, key: int) -> Floats:
     weights = candidates.rendezvous(key)
     winner = int(weights.argmax())
     if inflight.item(winner) > most:
-        # Somebody is not above the mean, so that somebody is left.
+        # At least one endpoint is not above the mean, so the list cannot become empty.
         weights[inflight > most] = 0
         winner = int(weights.argmax())
     scores = np.zeros(len(weights))

@@ -1,4 +1,5 @@
-"""Bursts of prompts that share: those that come at one time are sent together to where it is cold.
+"""Co-scheduling of bursts: requests with a common prefix that arrive together go to the same
+endpoint.
 
 Source: llm-d/llm-d-router, `requestcontrol/dataproducer/burstprefix`.
 """
@@ -28,58 +29,63 @@ _UNLIMITED: Final = -1
 _BLOCK_TOKENS_MIN: Final = 64
 _PREFIX_BLOCKS_MAX: Final = 2_048
 _BATCH_MAX: Final = 65_536
-"""Requests of a window where the batch is said to be unlimited."""
+"""Maximum number of requests in a window whose batch size is unlimited."""
 _PLACED_BLOCKS_MAX: Final = 262_144
-"""(block, endpoint) pairs of a window, about 20 MB; a window that has them takes no more."""
+"""Maximum number of (block, endpoint) pairs in a window, about 20 MB; a full window accepts no
+more.
+"""
 
 
 class BalanceBy(StrEnum):
-    """What is shared out fairly within a window."""
+    """The quantity that is shared evenly within a window."""
 
     REQUESTS = "requests"
     TOKENS = "tokens"
     UNSET = ""
-    """As `requests`."""
+    """Equivalent to `requests`."""
 
 
 class BurstSettings(Parameters, frozen=True):
-    """`burst-prefix-cache-producer`: the samples of one prompt are prefilled once.
+    """`burst-prefix-cache-producer`: equal prompts that arrive together are prefilled once.
 
-    A request whose blocks are those of an earlier one of its window matches fully where that one
-    went, up to `max_per_replica` of them there, then on the endpoint with the least of the window's
-    load. With `min_colocate_blocks` one that shares so many leading blocks with others of the
-    window matches where the most of it was placed, as long as less than ceil(load / endpoints) was
-    placed there, and else where the least was. All others match nowhere.
+    A request whose blocks equal those of an earlier request of its window matches fully at the
+    endpoint of that request. Each endpoint receives at most `max_per_replica` requests of one
+    group. After that, the match is at the endpoint with the smallest load of the window. With
+    `min_colocate_blocks`, a request also matches if it has at least that many leading blocks in
+    common with others of the window. It matches where most of them were placed, while less than
+    ceil(load / endpoints) was placed there, and otherwise where least was placed. All other
+    requests match nowhere.
 
-    Parameters and defaults are the field's. Differs: there requests wait until their window is over
-    and are then placed at once, the largest groups and longest prompts first. Here none waits, each
-    is placed as it comes: the first of a group goes wherever other scorers send it, a fair share is
-    one of the requests so far, and the load counts all requests of the window, those that share
-    nothing too. Where the field takes the least loaded endpoint the match here is graded by load,
-    because an index does not know who is a candidate. A window that is full matches nothing more;
-    there it is an error.
+    Parameters and defaults are those of llm-d-router. Its implementation holds requests until their
+    window is over, and then places all of them, largest groups and longest prompts first. This one
+    places each request as it arrives. The first request of a group therefore goes where other
+    scorers route it. A fair share is a share of the requests so far. The load counts all requests
+    of the window, also those with no common prefix. Where the original takes the least loaded
+    endpoint, the match here is graded by load, because an index does not know the candidates. A
+    full window gives no further matches; in the original it is an error.
     """
 
     type_name: ClassVar[str] = "burst-prefix-cache-producer"
     abilities: ClassVar[Abilities] = Abilities(
         counts_blocks=True,
-        differs="requests of a window are not held back to be placed together, each is placed as it comes",
+        differs="requests of a window are not held back and placed together; each is placed as it "
+        "arrives",
     )
 
     window_duration_ms: Annotated[int, Meta(ge=1, le=10_000)] = 100
-    """Of a burst, from its first request on."""
+    """Length of a window in milliseconds, from its first request on."""
     max_per_replica: Annotated[int, Meta(ge=_UNLIMITED)] = _UNLIMITED
-    """Of one group; -1: no limit."""
+    """Maximum number of requests of one group at an endpoint; -1 for no limit."""
     block_size_tokens: Annotated[int, Meta(ge=1)] = _BLOCK_TOKENS_MIN
-    """Tokens in a block; less than 64 becomes 64."""
+    """Number of tokens in a block; values below 64 become 64."""
     max_prefix_tokens_to_match: Annotated[int, Meta(ge=0)] = 0
-    """0: 2,048 blocks."""
+    """Maximum number of prompt tokens to compare; 0 for 2,048 blocks."""
     min_colocate_blocks: Annotated[int, Meta(ge=0)] = 0
-    """0: only prompts that are equal belong together."""
+    """Number of common leading blocks that make a group; 0 groups only equal prompts."""
     max_batch_size: Annotated[int, Meta(ge=_UNLIMITED, le=_BATCH_MAX)] = 1_000
-    """Requests of one window; -1: 65,536."""
+    """Maximum number of requests in a window; -1 for 65,536."""
     balance_by: BalanceBy = BalanceBy.REQUESTS
-    """What is shared out fairly; empty: as `requests`."""
+    """Quantity that is shared evenly; empty means `requests`."""
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -87,30 +93,32 @@ class BurstSettings(Parameters, frozen=True):
             ("maxBatchSize", self.max_batch_size),
         ):
             if value == 0:
-                raise ValueError(f"{name} must be -1 or more than 0, is 0")
+                raise ValueError(f"{name} is 0; it must be -1 or more than 0")
 
     @property
     def block_tokens(self) -> int:
-        """Tokens in a block, in effect."""
+        """Return the effective number of tokens in a block."""
         return max(_BLOCK_TOKENS_MIN, self.block_size_tokens)
 
     @property
     def blocks_max(self) -> int:
-        """Blocks of one prompt that are looked at, in effect."""
+        """Return the effective maximum number of blocks to compare in a prompt."""
         wanted = self.max_prefix_tokens_to_match // self.block_tokens
         return min(wanted, _PREFIX_BLOCKS_MAX) if wanted else _PREFIX_BLOCKS_MAX
 
     def open(self) -> AffinityIndex:
-        """A new index, whose first window has not begun."""
+        """Return a new index, whose first window has not started."""
         return BurstIndex(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Nothing that lasts is lost: the index starts anew unless nothing changed."""
+        """Return True only if nothing changed; an index has no lasting content that a reset could
+        lose.
+        """
         return isinstance(index, BurstIndex) and index.settings == self
 
 
 class BurstIndex:
-    """`AffinityIndex`; the unit is a block, and a match is of all blocks, or graded by load."""
+    """An `AffinityIndex` counted in blocks. A match covers all blocks, or is graded by load."""
 
     def __init__(self, settings: BurstSettings) -> None:
         self.settings: Final = settings
@@ -119,21 +127,21 @@ class BurstIndex:
         self._ends_at_s: Seconds = -math.inf
         self._window = 0
         self._vacant: set[int] = set()
-        """Slots that were left and have not been heard of since."""
+        """Slots whose endpoint left and to which nothing was routed since."""
         self._clear()
 
     def _clear(self) -> None:
-        """Begin a window."""
+        """Start a new window."""
         self._window += 1
         self.requests = 0
-        """Of the window."""
+        """Number of requests in the window."""
         self._groups: dict[bytes, dict[int, int]] = {}
-        """Digest of all blocks -> slot -> members there, in the order in which they came."""
+        """Group members at each slot in order of arrival, by digest of all blocks, then by slot."""
         self._load: dict[int, int] = {}
         self._placed = HeldBlocks()
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """Where the window wants `request` to go."""
+        """Return where the window prefers to place `request`."""
         prompts = self._prompts(request)
         total = sum(map(len, prompts))
         matched = np.zeros(slots, dtype=np.int64)
@@ -142,7 +150,9 @@ class BurstIndex:
         return Affinity(matched, total)
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
-        """`request` is one of the window, at `slot`; the first after a window begins the next."""
+        """Add `request` at `slot` to the window; the first request after a window starts the next
+        one.
+        """
         if now >= self._ends_at_s:
             self._clear()
             self._ends_at_s = now + self.settings.window_duration_ms / 1_000
@@ -164,7 +174,7 @@ class BurstIndex:
         return self._window, digest, load
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """`request` did not go to `slot`."""
+        """Undo the placement of `request` at `slot`."""
         if recorded is None:
             return
         window, digest, load = recorded
@@ -181,23 +191,23 @@ class BurstIndex:
                 self._placed.remove(slot, prompt)
 
     def forget(self, slot: int) -> None:
-        """A window that placed something at `slot` begins anew: what it placed is no plan any more."""
+        """Reset a window that placed requests at `slot`, because its plan is no longer valid."""
         if slot in self._load:
             self._clear()
         self._vacant.add(slot)
 
     def expire(self, now: Seconds) -> None:
-        """A window that is over is nobody's business."""
+        """Drop a window that is over."""
         if self.requests and now >= self._ends_at_s:
             self._clear()
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
-        """Somebody is there; how large its cache is does not matter."""
+        """Note that `slot` is occupied again; the size of its cache does not matter."""
         self._vacant.discard(slot)
 
     @property
     def placed_blocks(self) -> int:
-        """(block, endpoint) pairs of the window."""
+        """Return the number of (block, endpoint) pairs in the window."""
         return self._placed.blocks
 
     @property
@@ -207,7 +217,7 @@ class BurstIndex:
     def _place(
         self, prompts: list[list[int]], group: dict[int, int], matched: Ints, total: int
     ) -> None:
-        """Write into `matched`, by slot, how much the window wants each, up to `total`."""
+        """Write the window's preference for each slot, up to `total`, into `matched`."""
         slots = len(matched)
         most = self.settings.max_per_replica
         if group:
@@ -233,7 +243,9 @@ class BurstIndex:
                 matched[slot] = total
 
     def _shared(self, prompts: list[list[int]], slots: int) -> dict[int, int]:
-        """Slot -> leading blocks of the prompts placed there, where they are enough."""
+        """Return the common leading blocks at each slot, if there are at least
+        `min_colocate_blocks`.
+        """
         least = self.settings.min_colocate_blocks
         if not least:
             return {}
@@ -244,16 +256,17 @@ class BurstIndex:
         return {slot: held for slot, held in shared.items() if held >= least and slot < slots}
 
     def _least_loaded(self, matched: Ints, total: int, *, avoid: dict[int, int]) -> None:
-        """`total` where nothing is placed, 0 where the most is; `avoid` comes after all others.
+        """Set `matched` to `total` where the load is zero, and to 0 where it is largest.
 
-        Whoever is a candidate, the least loaded of them matches most.
+        Slots in `avoid` rank after all others. The least loaded candidate then has the largest
+        match, whatever the set of candidates is.
         """
         loads = np.zeros(len(matched))
         for slot, load in self._load.items():
             if slot < len(loads):
                 loads[slot] = load
         last = np.array([slot in avoid for slot in range(len(matched))], dtype=np.bool_)
-        # Those to be avoided begin where the others end.
+        # Slots to avoid rank after the most loaded of the others.
         ranks = loads + last * (loads.max() + 1.0)
         matched[:] = np.rint(total * (1.0 - ranks / max(float(ranks.max()), 1.0)))
 
@@ -270,7 +283,7 @@ class BurstIndex:
 
 
 def _digest(prompts: list[list[int]]) -> bytes:
-    """16 bytes for all blocks of all prompts, and where each prompt ends."""
+    """Return 16 bytes for all blocks of all prompts, including where each prompt ends."""
     digest = xxhash.xxh3_128()
     for prompt in prompts:
         digest.update(len(prompt).to_bytes(8, "little"))

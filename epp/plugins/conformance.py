@@ -1,7 +1,7 @@
-"""What the conformance suite of the Gateway API inference extension steers and watches a picker by.
+"""Plugins for the conformance suite of the Gateway API inference extension.
 
-Only for tests: any client could steer its own requests. No default names it; a configuration that
-does says so by the type.
+They are only for tests, because any client could steer its own requests with them. No default
+configuration uses them.
 """
 
 import re
@@ -25,17 +25,17 @@ SELECTION_HEADER: Final = "test-epp-endpoint-selection"
 SERVED_HEADER: Final = "x-conformance-test-served-endpoint"
 ECHO_HEADER: Final = "x-echo-set-header"
 SERVED_MISSING: Final = "fail: missing destination endpoint served metadata"
-"""What the suite expects of a picker whose gateway does not say who served: the gateway fails."""
+"""Value that the suite expects if the gateway does not report which endpoint served a request."""
 _NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-"""A header name, which a pseudo header's is not (RFC 9110, 5.6.2)."""
+"""Syntax of a header name (RFC 9110, 5.6.2); pseudo headers do not match."""
 
 
 class HeaderBasedTesting(Parameters, frozen=True):
-    """Only for conformance tests: keep the endpoints that the client lists.
+    """Keep the endpoints that the client lists; only for conformance tests.
 
-    They stand in header `test-epp-endpoint-selection` as "ip:port" or a bare ip, with commas
-    between them; without the header all stay. The response repeats the headers ("name:value",
-    commas between them) that the request lists in `X-Echo-Set-Header`.
+    The header `test-epp-endpoint-selection` lists them as "ip:port" or a bare ip, separated by
+    commas. Without the header, all endpoints stay. The response repeats the headers ("name:value",
+    separated by commas) that the request lists in `X-Echo-Set-Header`.
     """
 
     type_name: ClassVar[str] = "header-based-testing-filter"
@@ -55,7 +55,9 @@ class HeaderBasedTesting(Parameters, frozen=True):
     def response_headers(
         self, request: InferenceRequest, endpoint: Endpoint, served: str, /
     ) -> Mapping[str, str]:
-        """What the client asked to see again; who served is not its to say."""
+        """Return the headers that the client asked to see again, except the one that names the
+        serving endpoint.
+        """
         echoed = (entry.partition(":") for entry in request.headers.get(ECHO_HEADER, "").split(","))
         found = ((name.strip().lower(), value.strip()) for name, _, value in echoed)
         return {
@@ -64,10 +66,11 @@ class HeaderBasedTesting(Parameters, frozen=True):
 
 
 class DestinationEndpointServedVerifier(Parameters, frozen=True):
-    """Only for conformance tests: the response says who served it.
+    """Name the endpoint that served a request in its response; only for conformance tests.
 
-    In `x-conformance-test-served-endpoint`, as the gateway tells and never as the picker assumes. It
-    works by being declared; no profile names it.
+    The header `x-conformance-test-served-endpoint` holds the address that the gateway reports,
+    never one that the picker assumes. The plugin has an effect once it is declared; a profile does
+    not name it.
     """
 
     type_name: ClassVar[str] = "destination-endpoint-served-verifier"

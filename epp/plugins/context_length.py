@@ -1,4 +1,6 @@
-"""Pods for short prompts and pods for long ones, told apart by a label: a scorer, and its filter."""
+"""Endpoints for short prompts and endpoints for long ones, distinguished by a label: a scorer and
+its filter.
+"""
 
 from functools import lru_cache
 from typing import Annotated, ClassVar, Final
@@ -19,19 +21,19 @@ from epp.plugins.contract import (
 CONTEXT_LENGTH_LABEL: Final = "llm-d.ai/context-length-range"
 _NO_LABEL: Final = 0.5
 _OUTSIDE_MOST: Final = 0.3
-"""What comes close to a range gets less, and what is within it more."""
+"""Score that separates ranges that contain the prompt (more) from ranges that come close (less)."""
 _WIDTH_TOKENS: Final = 10_000.0
 _DISTANCE_TOKENS: Final = 1_000.0
 _DIGITS_MAX: Final = 15
 _LABEL_CHARACTERS_MAX: Final = 63
-"""Kubernetes allows no more in the value of a label."""
+"""Kubernetes' limit for the value of a label."""
 _RANGES_MAX: Final = 1_024
 TOKEN_ID_BYTES: Final = 4
 
 
 @lru_cache(maxsize=_RANGES_MAX)
 def _range_of(label: str) -> tuple[int, int] | None:
-    """Least and most tokens of "0-2048"; None: it is no range."""
+    """Return the least and most tokens of a label such as "0-2048", or None if it is not a range."""
     if len(label) > _LABEL_CHARACTERS_MAX:
         return None
     bounds = [bound.strip() for bound in label.split("-")]
@@ -44,7 +46,7 @@ def _range_of(label: str) -> tuple[int, int] | None:
 
 
 def _length_of(request: InferenceRequest) -> int:
-    """In the engine's own tokens, where they are known."""
+    """Return the length in the engine's own tokens if they are known, else the estimate."""
     ids = request.moment.token_ids
     return sum(map(len, ids)) // TOKEN_ID_BYTES if ids else request.prompt_tokens
 
@@ -62,9 +64,10 @@ def _score(tokens: int, least: int, most: int) -> float:
 
 
 class ContextLengthRange(Parameters, frozen=True):
-    """Keep endpoints whose label has the length of the prompt within its range, or that have none.
+    """Keep endpoints whose label's range contains the prompt length, and endpoints without the
+    label.
 
-    The label reads "least-most", in tokens; one that is no range keeps nothing.
+    The label's value is "least-most", in tokens. An endpoint with an invalid value is dropped.
     """
 
     type_name: ClassVar[str] = "context-length-aware"
@@ -84,13 +87,15 @@ class ContextLengthRange(Parameters, frozen=True):
 
 
 class ContextLengthAware(Parameters, frozen=True):
-    """Prefer endpoints that are meant for prompts of this length: by a label such as "0-2048", in tokens.
+    """Prefer endpoints that are meant for prompts of this length, by a label such as "0-2048", in
+    tokens.
 
-    Within its range an endpoint gets from 0.3 to 1, more where the range is narrow and where there is
-    room above the prompt; beyond it less than 0.3, the more the nearer. Without the label 0.5; with
-    one that is no range 0. With `enable_filtering` it is a filter too, which keeps endpoints within
-    whose range the prompt is and those without the label. The formula is llm-d-router's; the length
-    is that of the engine's own tokens where a `token-producer` makes them, else bytes by four.
+    If the range contains the prompt length, the score is from 0.3 to 1. It is higher for a narrow
+    range and for room above the prompt. Outside the range, the score is below 0.3 and falls with
+    the distance. Without the label it is 0.5, and with an invalid value 0. With `enable_filtering`
+    the plugin is also a filter, which keeps endpoints whose range contains the prompt and those
+    without the label. The formula is llm-d-router's. The length counts the engine's own tokens if a
+    `token-producer` provides them, else bytes divided by four.
     """
 
     type_name: ClassVar[str] = "context-length-aware"
@@ -99,12 +104,12 @@ class ContextLengthAware(Parameters, frozen=True):
     )
 
     label: Annotated[str, Meta(min_length=1)] = CONTEXT_LENGTH_LABEL
-    """Of endpoints, with their range."""
+    """Label of endpoints that holds their range."""
     enable_filtering: bool = False
 
     @property
     def filter(self) -> Filter | None:
-        """What it filters by."""
+        """Return the filter of `enable_filtering`, or None."""
         return ContextLengthRange(label=self.label) if self.enable_filtering else None
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:

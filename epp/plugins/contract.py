@@ -1,7 +1,7 @@
-"""All that a plugin needs, in one place whose path stays.
+"""Everything that a plugin imports, in one module with a stable path.
 
-`docs/plugins.md` is the guide. The protocols and nouns live where the core uses them; a plugin,
-built in or installed, names them by this module.
+`docs/plugins.md` is the guide. The protocols and types are defined where the core uses them.
+Built-in and installed plugins import them from this module.
 """
 
 from epp.core.abilities import Abilities, Origin

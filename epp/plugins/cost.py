@@ -1,4 +1,4 @@
-"""Costs as scores: who costs least gets 1, and the order of the others stays."""
+"""Conversion of costs to scores: the lowest cost gets 1, and the order of the others is kept."""
 
 import math
 
@@ -8,12 +8,14 @@ from epp.core.knowledge.candidates import Floats
 
 
 def scores_of_cost(cost: Floats) -> Floats:
-    """float64[n] in [0, 1], from 1 for the least `cost` to 0 for the greatest; all equal: 1.
+    """Return float64[n] in [0, 1], from 1 for the lowest `cost` to 0 for the highest; all 1 if
+    equal.
 
-    `cost` is float64[n]. What is not finite scores 0 where anything is finite. Equal costs score the
-    same, so that the picker breaks ties.
+    `cost` is float64[n]. A cost that is not finite scores 0 if any other is finite. Equal costs
+    score the same, so that the picker breaks ties.
     """
-    # Positions are found three times as fast as values; where there is a NaN, both lead to it.
+    # argmin and argmax take a third of the time of min and max. If there is a NaN, both return its
+    # position.
     least = cost.item(cost.argmin())
     most = cost.item(cost.argmax())
     if not math.isfinite(most - least):
@@ -22,12 +24,13 @@ def scores_of_cost(cost: Floats) -> Floats:
             return np.ones(len(cost))
         least = float(cost[finite].min())
         most = float(cost[finite].max())
-        # Behind the worst that is known, however close to the best that is.
+        # An unknown cost ranks behind the worst known one, even if all known costs are close.
         most += max(most - least, 1.0)
         cost = np.where(finite, cost, most)
     if not most > least:
         return np.ones(len(cost))
-    # As arrays: numpy takes a Python float longer than to subtract a hundred.
+    # Bounds are arrays, because numpy takes longer to convert a Python float than to subtract a
+    # hundred values.
     scores: Floats = np.subtract(np.array(most), cost)
     scores /= np.array(most - least)
     return scores

@@ -1,7 +1,7 @@
-"""At which data-parallel rank of an endpoint a prompt is served.
+"""The choice of the data-parallel rank that serves a prompt.
 
-Ranks behind the balancer of one vLLM server have a cache each, and the balancer looks at no prompt. A
-header of the request places it on a rank.
+The ranks behind the load balancer of one vLLM server have a cache each, and the balancer does not
+read prompts. A request header selects the rank.
 """
 
 from collections.abc import Sequence
@@ -15,21 +15,24 @@ RANK_HEADER: Final = "x-data-parallel-rank"
 
 
 class DataParallelRank(Parameters, frozen=True):
-    """`data-parallel-rank-producer`: the request says which rank of the chosen endpoint is to serve it.
+    """`data-parallel-rank-producer`: the request names the rank of the chosen endpoint that must
+    serve it.
 
-    Of an endpoint that has several ranks behind one address, and says what each holds, that rank is set
-    as `x-data-parallel-rank` which holds most of the prompt, if it holds at least `minCachedTokenDelta`
-    tokens more than every other. Where several hold as much, or nobody holds any, the engine's own
-    balancer chooses. What a client says there is removed.
+    This applies to an endpoint with several ranks behind one address whose engine sends KV-cache
+    events. The header `x-data-parallel-rank` names the rank with most of the prompt cached. That
+    rank must have at least `minCachedTokenDelta` tokens more than every other rank. If several
+    ranks have as much, or none has any, the engine's own balancer chooses. A client's header of
+    that name is removed.
 
-    A hot prompt does not drown its rank: of the requests that this picker placed and that run still, no
-    rank gets more than `maxRequestsAhead` more than the rank with fewest. Whoever else gets them learns
-    the prompt, and soon several ranks hold it.
+    A popular prompt does not overload its rank. Of the running requests that this picker placed, a
+    rank receives at most `maxRequestsAhead` more than the rank with the fewest. The rank that
+    serves the next one also caches the prompt, so several ranks soon have it.
 
-    With fallback endpoints a rank is named that each of them has: an engine refuses a request for a rank
-    that it has not.
+    With fallback endpoints, the named rank exists at each of them, because an engine refuses a
+    request for a rank that it does not have.
 
-    It works by being declared; no profile names it. Without it engines with several ranks are not heard.
+    The plugin has an effect once it is declared; a profile does not name it. Without it, the picker
+    does not receive the events of engines with several ranks.
     """
 
     type_name: ClassVar[str] = "data-parallel-rank-producer"
@@ -38,10 +41,13 @@ class DataParallelRank(Parameters, frozen=True):
     rank_header: ClassVar[str] = RANK_HEADER
 
     min_cached_token_delta: Annotated[int, Meta(ge=1)] = 1
-    """Tokens, below which the least loaded rank is better than the one that holds most."""
+    """Advantage in cached tokens below which the least loaded rank is better than the one with most
+    cached.
+    """
     max_requests_ahead: Annotated[int, Meta(ge=1)] = 3
-    """How many more may be placed at one rank than at another. More finds more of prompts in caches, and
-    has answers of a crowded rank come more slowly."""
+    """Maximum lead in placed requests of one rank over another. A higher value finds more of the
+    prompts in caches, but slows the answers of a crowded rank.
+    """
 
     @property
     def producer(self) -> str | None:

@@ -1,8 +1,10 @@
-"""Which endpoints have encoded an image before: the memory of it, and the scorer that reads it.
+"""The index of media items that endpoints have encoded, and the scorer that reads it.
 
-An engine that has encoded an image keeps what came of it and encodes it no second time, whatever the
-prompt round it is. What was sent where is remembered here; engines do not tell it.
-Source: llm-d/llm-d-router, `requestcontrol/dataproducer/multimodal` and `scheduling/scorer/mmcacheaffinity`.
+An engine caches the encoding of an image and reuses it for any prompt. The index remembers which
+items were sent to which endpoint, because engines do not report it.
+
+Source: llm-d/llm-d-router, `requestcontrol/dataproducer/multimodal` and
+`scheduling/scorer/mmcacheaffinity`.
 """
 
 from collections import OrderedDict
@@ -25,23 +27,24 @@ from epp.plugins.contract import (
 )
 
 ITEM_MIB: Final = 2
-"""What an engine is said to keep of one item."""
+"""Assumed size of one cached item in an engine, in MiB."""
 CACHE_MIB: Final = 4_096
 ENTRIES_MAX: Final = 131_072
-"""(item, endpoint) pairs, of all endpoints together, some 25 MB."""
+"""Maximum number of (item, endpoint) pairs of all endpoints, about 25 MB."""
 _KEY_BYTES_MAX: Final = 16
 _ENTRY_BYTES: Final = 192
-"""Of one pair, CPython 3.11."""
+"""Size of one pair in bytes, on CPython 3.11."""
 
 _Mebibytes = Annotated[int, Meta(ge=1, le=262_144)]
 
 
 class EncoderCacheSettings(Parameters, frozen=True):
-    """`mm-embeddings-cache-producer`: images, audio and video that endpoints were sent, by content.
+    """`mm-embeddings-cache-producer`: images, audio and video that were sent to each endpoint, by
+    content.
 
-    Each endpoint has so many as its engine's encoder cache, `cacheSizeInMBPerServer` at 2 MiB each; the
-    least recently sent goes first. Of all endpoints together there are 131,072 at most: above it who
-    has most gives up its oldest.
+    Each endpoint keeps as many items as its engine's encoder cache: `cacheSizeInMBPerServer` at 2
+    MiB each. The least recently sent item is dropped first. All endpoints together keep at most
+    131,072 items. Beyond that, the endpoint with the most items loses its oldest.
     """
 
     type_name: ClassVar[str] = "mm-embeddings-cache-producer"
@@ -50,50 +53,54 @@ class EncoderCacheSettings(Parameters, frozen=True):
     cache_size_in_mb_per_server: _Mebibytes | None = field(
         default=None, name="cacheSizeInMBPerServer"
     )
-    """MiB of an endpoint's encoder cache; none: 4,096."""
+    """Size of an endpoint's encoder cache in MiB; 4,096 if not given."""
     cache_size_in_mb: _Mebibytes | None = field(default=None, name="cacheSizeInMB")
-    """As a sample of the field spells it; the other one goes before."""
+    """Alternative spelling from a sample of llm-d-router; `cacheSizeInMBPerServer` takes
+    precedence.
+    """
 
     @property
     def items_max(self) -> int:
-        """Of one endpoint."""
+        """Return the maximum number of items of one endpoint."""
         size = self.cache_size_in_mb_per_server or self.cache_size_in_mb or CACHE_MIB
         return max(1, size // ITEM_MIB)
 
     def warnings(self) -> list[str]:
-        """What is meant by another name, without the place."""
+        """Return a warning for a parameter that is used under another name, without its place."""
         if self.cache_size_in_mb is None:
             return []
-        return ["cacheSizeInMB is taken for cacheSizeInMBPerServer, give that"]
+        return ["cacheSizeInMB is read as cacheSizeInMBPerServer; use cacheSizeInMBPerServer"]
 
     def open(self) -> AffinityIndex:
-        """A new, empty index."""
+        """Return a new, empty index."""
         return EncoderCache(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply everything to a running index."""
+        """Apply all settings to a running index."""
         return isinstance(index, EncoderCache) and index.configure(self)
 
 
 class EncoderCache:
-    """`AffinityIndex`; the unit is one distinct item of the request."""
+    """An `AffinityIndex` counted in distinct media items of the request."""
 
     def __init__(self, settings: EncoderCacheSettings) -> None:
         self._slots: dict[int, OrderedDict[bytes, Seconds]] = {}
-        """Slot -> item -> when it was last sent there, the least recent first."""
+        """Time at which each item was last sent to each slot, by slot, then by item, least recent
+        first.
+        """
         self._entries = 0
         self._lookups = {"full": 0, "partial": 0, "none": 0}
         self.configure(settings)
 
     def configure(self, settings: EncoderCacheSettings) -> bool:
-        """Adopt `settings`; what is too much for them goes at once."""
+        """Adopt `settings`, and drop items beyond their limits at once."""
         self._items_max = settings.items_max
         for items in self._slots.values():
             self._fit(items)
         return True
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """How many of the distinct items of `request` each slot was sent before."""
+        """Return how many of the distinct items of `request` were sent to each slot before."""
         wanted = request.media_items()
         matched = np.zeros(slots, dtype=np.int64)
         if not wanted:
@@ -106,13 +113,13 @@ class EncoderCache:
         return Affinity(matched, len(wanted))
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> Any:
-        """`slot` encodes what it has not; returns which of it was new there, or None."""
+        """Record the items of `request` at `slot`. Return those that were new there, or None."""
         new = tuple(item for item in request.media_items() if self._note(slot, item, now))
         self._bound()
         return (new, now) if new else None
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """What was new at `slot` is not there, unless it was sent there since."""
+        """Drop the items that were new at `slot`, unless they were sent there again since."""
         if recorded is None or slot not in self._slots:
             return
         new, sent_at = recorded
@@ -123,17 +130,17 @@ class EncoderCache:
                 self._entries -= 1
 
     def forget(self, slot: int) -> None:
-        """The endpoint in `slot` left or restarted."""
+        """Drop all items of `slot`, because its endpoint left or restarted."""
         self._entries -= len(self._slots.pop(slot, ()))
 
     def expire(self, now: Seconds) -> None:
-        """Nothing here grows old."""
+        """Do nothing, because items do not expire."""
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
-        """That is the size of another cache."""
+        """Do nothing, because this is the size of another cache."""
 
     def measures(self) -> IndexMeasures:
-        """An entry is an item at an endpoint; `MeasuresItself`."""
+        """Return the measures of `MeasuresItself`; an entry is an item at an endpoint."""
         return IndexMeasures(
             entries=self._entries,
             memory_bytes=self._entries * _ENTRY_BYTES,
@@ -141,21 +148,21 @@ class EncoderCache:
         )
 
     signature: ClassVar[str] = "media"
-    """`SharedIndex`."""
+    """Signature of the keys, for `SharedIndex`."""
 
     def share(self, request: InferenceRequest) -> Sequence[bytes]:
-        """The items of `request`."""
+        """Return the items of `request`."""
         return request.media_items()
 
     def learn(self, keys: Sequence[bytes], slot: int, stamp: Seconds, now: Seconds) -> None:
-        """A peer sent the items `keys` to `slot` at `stamp`."""
+        """Record that a peer sent the items `keys` to `slot` at `stamp`."""
         for item in keys:
             if 0 < len(item) <= _KEY_BYTES_MAX:
                 self._note(slot, item, min(stamp, now))
         self._bound()
 
     def shared_entries(self) -> Iterator[tuple[int, Seconds, Sequence[bytes]]]:
-        """Every item of every slot."""
+        """Return every item of every slot, oldest first."""
         found = [
             (sent_at, slot, item)
             for slot, items in self._slots.items()
@@ -165,13 +172,13 @@ class EncoderCache:
             yield slot, sent_at, (item,)
 
     def _note(self, slot: int, item: bytes, sent_at: Seconds) -> bool:
-        """`slot` was sent `item`; whether it was new there."""
+        """Record that `item` was sent to `slot`. Return whether it was new there."""
         items = self._slots.setdefault(slot, OrderedDict())
         before = items.get(item)
         if before is None:
             self._entries += 1
         items[item] = sent_at if before is None else max(before, sent_at)
-        # What a peer tells is some milliseconds late, and takes its place among the last.
+        # A peer's record arrives some milliseconds late; it is placed among the most recent.
         items.move_to_end(item)
         self._fit(items)
         return before is None
@@ -190,8 +197,11 @@ class EncoderCache:
 
 
 class EncoderCacheAffinity(Parameters, frozen=True):
-    """`mm-embeddings-cache-scorer`: the share of the request's distinct images, audio and video that an
-    endpoint was sent before; 0 for all without any.
+    """`mm-embeddings-cache-scorer`: the share of the request's media items that were sent to an
+    endpoint before.
+
+    Items are distinct images, audio and video. The score is 0 for all endpoints if the request has
+    none.
     """
 
     type_name: ClassVar[str] = "mm-embeddings-cache-scorer"
@@ -199,7 +209,7 @@ class EncoderCacheAffinity(Parameters, frozen=True):
     producer_type: ClassVar[str] = EncoderCacheSettings.type_name
 
     producer_name: str = ""
-    """Of the `mm-embeddings-cache-producer`; empty: the first."""
+    """Name of the `mm-embeddings-cache-producer`; empty for the first one."""
 
     @property
     def producer(self) -> str | None:

@@ -1,8 +1,8 @@
-"""A filter and a scorer that go by an attribute of endpoints, whatever it is and whoever tells it.
+"""A filter and a scorer that use any attribute of endpoints, from any producer.
 
-What there is to go by: a series of the metrics page that the configuration names (`customMetrics` of
-`core-metrics-extractor`), or `GPUUtilization` of `dcgm-extractor`. Parameters and formulas are those
-of llm-d-router v0.10.
+An attribute is a series of the metrics page that the configuration names (`customMetrics` of
+`core-metrics-extractor`), or `GPUUtilization` of `dcgm-extractor`. Parameters and formulas are
+those of llm-d-router v0.10.
 """
 
 import operator
@@ -25,13 +25,13 @@ from epp.plugins.contract import (
 
 
 def _key_of(member: str, attribute: str, producer: str | None) -> str:
-    """Raises `ValueError` for a name that has its producer within it."""
+    """Return the key of an attribute. Raises `ValueError` for a name that contains its producer."""
     if producer is not None:
         return attribute_key(attribute, producer)
     if "/" in attribute:
         name, _, teller = attribute.rpartition("/")
         raise ValueError(
-            f"{member} {attribute!r} has a slash and there is no producer: expected {member} "
+            f"{member} {attribute!r} has a slash but no producer is given; expected {member} "
             f"{name!r} and producer {teller!r}"
         )
     return attribute_key(attribute)
@@ -72,11 +72,11 @@ class FilterAlgorithm(Parameters, frozen=True):
 
 
 class EndpointAttributeFilter(Parameters, frozen=True):
-    """Keep endpoints whose `attribute` compares true with a value: LessThan, LessThanOrEqual,
-    GreaterThan, GreaterThanOrEqual, Equal or NotEqual.
+    """Keep endpoints whose `attribute` compares true with a value.
 
-    Who does not tell it stays, or with `on_missing` `Fail` goes. Where nobody is left, all are with
-    `fallback_on_empty`.
+    Comparisons are LessThan, LessThanOrEqual, GreaterThan, GreaterThanOrEqual, Equal and NotEqual.
+    An endpoint without the attribute stays, unless `on_missing` is `Fail`. If no endpoint is left,
+    `fallback_on_empty` keeps all of them.
     """
 
     type_name: ClassVar[str] = "endpoint-attribute-filter"
@@ -84,9 +84,9 @@ class EndpointAttributeFilter(Parameters, frozen=True):
 
     attribute: Annotated[str, Meta(min_length=1)]
     algorithm: FilterAlgorithm
-    """`type` `threshold`, the only one, and `threshold` with `operator` and `value`."""
+    """Comparison: `type` is `threshold`, the only one, and `threshold` has `operator` and `value`."""
     producer: str | None = None
-    """Who tells the attribute, as `dcgm-extractor`; not given: `core-metrics-extractor`."""
+    """Producer of the attribute, such as `dcgm-extractor`; `core-metrics-extractor` if not given."""
     on_missing: OnMissing = OnMissing.PASS
     fallback_on_empty: bool = False
 
@@ -123,7 +123,7 @@ class FixedRange(Parameters, frozen=True):
 
 
 class AdaptiveRange(Parameters, frozen=True):
-    """From the least to the greatest of the candidates."""
+    """A range from the lowest to the highest value of the candidates."""
 
 
 class Normalization(Parameters, frozen=True):
@@ -141,22 +141,24 @@ class ScorerAlgorithm(Parameters, frozen=True):
 
 
 class EndpointAttributeScorer(Parameters, frozen=True):
-    """Prefer a low value of an attribute, or a high one: linear between the ends of a range.
+    """Prefer a low or a high value of an attribute, linear between the ends of a range.
 
-    The range is `fixed_range`, beyond which nothing is gained or lost, or else from the least to the
-    greatest of the candidates; where they are equal everybody gets 1. Who does not tell it gets 0.
+    The range is `fixed_range`, with values outside clamped to it, or else the range from the lowest
+    to the highest value of the candidates. If all values are equal, every endpoint scores 1. An
+    endpoint without the attribute scores 0.
     """
 
     type_name: ClassVar[str] = "endpoint-attribute-scorer"
     abilities: ClassVar[Abilities] = Abilities(reads=("attribute",), reads_attribute=True)
 
     attribute_name: Annotated[str, Meta(min_length=1)] = field(name="attributeKey")
-    """Its name."""
+    """Name of the attribute."""
     algorithm: ScorerAlgorithm
-    """`type` `linear_lower_is_better` or `linear_higher_is_better`, and `normalization` with
-    `fixedRange` {`min`, `max`} or `adaptiveRange`, which is the default."""
+    """Scoring rule: `type` is `linear_lower_is_better` or `linear_higher_is_better`, and
+    `normalization` has `fixedRange` {`min`, `max`} or `adaptiveRange`, which is the default.
+    """
     producer: str | None = None
-    """Who tells it, as `dcgm-extractor`; not given: `core-metrics-extractor`."""
+    """Producer of the attribute, such as `dcgm-extractor`; `core-metrics-extractor` if not given."""
 
     def __post_init__(self) -> None:
         _key_of("attributeKey", self.attribute_name, self.producer)
@@ -178,7 +180,7 @@ class EndpointAttributeScorer(Parameters, frozen=True):
         if least == most:
             scores = np.ones(len(values))
         else:
-            # Halved: the distance of two floats may be none.
+            # The terms are halved, because the difference of two floats may overflow.
             scores = (values / 2 - least / 2) / (most / 2 - least / 2)
             np.clip(scores, 0.0, 1.0, out=scores)
             if self.algorithm.type is Direction.LOWER:

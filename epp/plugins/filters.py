@@ -1,7 +1,8 @@
-"""Filters: who may serve. Formulas and parameters are those of llm-d-router v0.10 where it has any.
+"""Filters, which drop endpoints that must not serve a request.
 
-A filter by labels can leave nobody, and that is not load: the client is told 503. One by
-utilization can too, and that is.
+Formulas and parameters are those of llm-d-router v0.10 where it has the filter. If a filter by
+labels drops every endpoint, the client receives status 503, because that is no sign of load. If a
+filter by utilization does, the client receives 429.
 """
 
 from collections.abc import Sequence
@@ -35,7 +36,9 @@ def _all(candidates: Candidates) -> Bools:
 
 
 def _labelled(candidates: Candidates, label: str, accepted: AbstractSet[str | None]) -> Bools:
-    """bool[n]: the value of `label`, None where there is none, is among `accepted`."""
+    """Return bool[n]: whether `accepted` contains the value of `label`, or None for a missing
+    label.
+    """
     return np.array([labels.get(label) in accepted for labels in candidates.labels], dtype=np.bool_)
 
 
@@ -50,7 +53,9 @@ class LabelSelector(Selector, frozen=True):
 
 
 class LabelValues(Parameters, frozen=True):
-    """Keep endpoints whose `label` has one of `valid_values`, or has none if that is allowed."""
+    """Keep endpoints whose `label` has one of `valid_values`, and those without it if
+    `allows_no_label` is set.
+    """
 
     type_name: ClassVar[str] = "by-label"
     abilities: ClassVar[Abilities] = Abilities(reads=("labels",))
@@ -62,8 +67,8 @@ class LabelValues(Parameters, frozen=True):
     def __post_init__(self) -> None:
         if not self.valid_values and not self.allows_no_label:
             raise ValueError(
-                f"by-label: no value of label {self.label} is valid and it may not be missing, "
-                "so nobody would be left; give validValues or allowsNoLabel"
+                f"by-label: no value of label {self.label} is valid and the label is required, "
+                "so no endpoint would be left; set validValues or allowsNoLabel"
             )
 
     def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
@@ -74,7 +79,7 @@ class LabelValues(Parameters, frozen=True):
 
 
 class DecodeRole(Parameters, frozen=True):
-    """Keep endpoints that decode, by label `llm-d.ai/role`; one without the label does."""
+    """Keep endpoints that decode, by label `llm-d.ai/role`; an endpoint without the label decodes."""
 
     type_name: ClassVar[str] = "decode-filter"
     abilities: ClassVar[Abilities] = Abilities(reads=("labels",))
@@ -87,7 +92,7 @@ class DecodeRole(Parameters, frozen=True):
 
 
 class PrefillRole(Parameters, frozen=True):
-    """Keep endpoints that prefill, by label `llm-d.ai/role`, which must be there."""
+    """Keep endpoints that prefill, by label `llm-d.ai/role`, which must be present."""
 
     type_name: ClassVar[str] = "prefill-filter"
     abilities: ClassVar[Abilities] = Abilities(reads=("labels",))
@@ -100,7 +105,7 @@ class PrefillRole(Parameters, frozen=True):
 
 
 class EncodeRole(Parameters, frozen=True):
-    """Keep endpoints that encode, by label `llm-d.ai/role`, which must be there."""
+    """Keep endpoints that encode, by label `llm-d.ai/role`, which must be present."""
 
     type_name: ClassVar[str] = "encode-filter"
     abilities: ClassVar[Abilities] = Abilities(reads=("labels",))
@@ -113,7 +118,7 @@ class EncodeRole(Parameters, frozen=True):
 
 
 class FreshMetrics(Parameters, frozen=True):
-    """Keep endpoints scraped at most `max_age` ago; all, if there is none."""
+    """Keep endpoints scraped at most `max_age` ago, or all if no endpoint was."""
 
     type_name: ClassVar[str] = "fresh-metrics-filter"
     abilities: ClassVar[Abilities] = Abilities(reads=("metrics_age_s",), limits_metrics_age=True)
@@ -122,7 +127,7 @@ class FreshMetrics(Parameters, frozen=True):
 
     def __post_init__(self) -> None:
         if not self.max_age > 0:
-            raise ValueError(f"maxAge must be more than 0s, is {self.max_age:g}s")
+            raise ValueError(f"maxAge is {self.max_age:g}s; it must be more than 0s")
 
     @property
     def metrics_age_max_s(self) -> Seconds:
@@ -134,12 +139,12 @@ class FreshMetrics(Parameters, frozen=True):
 
 
 class LoraCapacity(Parameters, frozen=True):
-    """Drop endpoints that would have to swap an adapter in use for this one.
+    """Drop endpoints that would have to swap out an adapter in use for the requested one.
 
-    That is: as many adapters have requests as there are slots, and this one is not among them. Keeps
-    all if that would leave nobody, and keeps endpoints that report nothing. A model that no
-    candidate reports as an adapter may be the base model, which needs no slot: then all stay, and
-    `lora-affinity-scorer` looks for a free slot.
+    That is the case if as many adapters have requests as the endpoint has slots, and the requested
+    adapter is not among them. All endpoints stay if that would leave none, and endpoints that
+    report nothing always stay. A model that no candidate reports as an adapter may be the base
+    model, which needs no slot. Then all stay, and `lora-affinity-scorer` looks for a free slot.
     """
 
     type_name: ClassVar[str] = "lora-capacity-filter"
@@ -148,7 +153,7 @@ class LoraCapacity(Parameters, frozen=True):
     def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
         adapters = candidates.adapter_state
         slots_max = adapters.slots_max
-        # No adapter slots reported is not known, rather than none.
+        # A report of 0 adapter slots means that the number is unknown.
         full = (slots_max > 0) & (adapters.active_count >= slots_max)
         if not full.any():
             return _all(candidates)
@@ -171,7 +176,7 @@ class UtilizationMetric(StrEnum):
 
 
 class UtilizationCondition(Parameters, frozen=True):
-    """At most `max_value` of a metric."""
+    """A limit of `max_value` for a metric."""
 
     metric: UtilizationMetric
     max_value: Annotated[float, Meta(ge=0)]
@@ -179,16 +184,18 @@ class UtilizationCondition(Parameters, frozen=True):
     def __post_init__(self) -> None:
         if self.metric is UtilizationMetric.KV_CACHE_UTILIZATION and self.max_value > 1:
             raise ValueError(
-                f"maxValue of {self.metric} is a share, expected at most 1, is {self.max_value:g}"
+                f"maxValue of {self.metric} is {self.max_value:g}; it is a share and must be at "
+                "most 1"
             )
 
 
 class Utilization(Parameters, frozen=True):
     """Keep endpoints that meet each of the `conditions`.
 
-    Metrics: `active-requests`, in flight from pickers; `running-requests`, `waiting-queue` and
-    `kv-cache-utilization` (0 to 1), as the engine tells them. What an engine does not tell counts as 0.
-    Where nobody is left, all are with `fallback_on_empty`; without it the client is told 429.
+    The metrics are `active-requests`, in flight from pickers, and `running-requests`,
+    `waiting-queue` and `kv-cache-utilization` (0 to 1) from the engine. A value that an engine does
+    not report counts as 0. If no endpoint is left, `fallback_on_empty` keeps all of them; without
+    it the client receives status 429.
     """
 
     type_name: ClassVar[str] = "utilization-filter"
@@ -199,15 +206,15 @@ class Utilization(Parameters, frozen=True):
     )
 
     conditions: Annotated[tuple[UtilizationCondition, ...], Meta(min_length=1, max_length=64)]
-    """Each a `metric` and its `maxValue`."""
+    """Conditions, each with a `metric` and its `maxValue`."""
     fallback_on_empty: bool = False
     in_flight_load_producer_name: str = ""
-    """Name of the `inflight-load-producer`, of which there is one."""
+    """Name of the `inflight-load-producer`; there is only one."""
 
     def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
         keep = _all(candidates)
         for condition in self.conditions:
-            # Of NaN nothing is true: not known to be more, it stays.
+            # Comparisons with NaN are false, so an endpoint with an unknown value stays.
             keep &= ~(_utilization(candidates, condition.metric) > condition.max_value)
         return _all(candidates) if self.fallback_on_empty and not keep.any() else keep
 
@@ -230,17 +237,17 @@ class TTFTSource(StrEnum):
 
 
 class PrefixCacheAffinity(Parameters, frozen=True):
-    """Keep only endpoints that hold the prompt, unless they are too busy with others'.
+    """Keep only endpoints that have the prompt cached, unless they are too busy.
 
-    Warm: matched / total blocks >= `affinity_threshold`. All stay if nobody is warm, or if the best
-    warm endpoint's time to first token exceeds the best cold one's by more than
-    `max_ttft_penalty_ms` (0: never), where that time is the uncached tokens in flight there divided
-    by `peak_prefill_throughput` (tokens/s), or where it is not given by the speed of each endpoint
-    (`inflight-load-producer`).
+    An endpoint is warm if matched / total blocks >= `affinity_threshold`. All endpoints stay if
+    none is warm. All stay, too, if the best warm endpoint's time to first token exceeds that of the
+    best cold one by more than `max_ttft_penalty_ms` (0: no such limit). That time is the uncached
+    tokens in flight at the endpoint divided by `peak_prefill_throughput` (tokens/s). If it is not
+    given, the speed of each endpoint applies (`inflight-load-producer`).
 
-    With `exploration_probability` all stay too. Plugins have no dice: the draw is a hash of the
-    request id, so that a request replayed under its id is treated alike, and so that two such
-    filters explore on the same requests.
+    All endpoints also stay with probability `exploration_probability`. Plugins have no random
+    generator, so the draw is a hash of the request id. A replayed request with the same id is
+    therefore treated alike, and two such filters explore on the same requests.
     """
 
     type_name: ClassVar[str] = "prefix-cache-affinity-filter"
@@ -265,15 +272,15 @@ class PrefixCacheAffinity(Parameters, frozen=True):
     peak_prefill_throughput: Annotated[float, Meta(gt=0)] | None = None
     prefix_match_info_producer_name: str = ""
     in_flight_load_producer_name: str = ""
-    """Name of the `inflight-load-producer`, of which there is one."""
+    """Name of the `inflight-load-producer`; there is only one."""
     latency_prediction_info_producer_name: str = ""
-    """No effect: there is no latency predictor."""
+    """No effect, because there is no latency predictor."""
 
     def __post_init__(self) -> None:
         if self.ttft_source is not TTFTSource.PREFILL_THROUGHPUT:
             raise ValueError(
-                f"ttftSource {self.ttft_source} is not supported, there is no latency predictor: "
-                "use prefillThroughput"
+                f"ttftSource {self.ttft_source} is not supported, because there is no latency "
+                "predictor; use prefillThroughput"
             )
 
     @property
@@ -281,7 +288,7 @@ class PrefixCacheAffinity(Parameters, frozen=True):
         return self.prefix_match_info_producer_name
 
     def warnings(self) -> Sequence[str]:
-        """What is told and does nothing, without the place."""
+        """Return warnings about parameters without effect, without their place."""
         if not self.latency_prediction_info_producer_name:
             return ()
         return ("latencyPredictionInfoProducerName has no effect, there is no latency predictor",)

@@ -1,4 +1,4 @@
-"""Blocks of prompts one by one, for indexes that keep them so, and who holds which, counted."""
+"""Block hashes of prompts as separate numbers, and a count of the prompts that hold each block."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -9,14 +9,18 @@ from epp.core.knowledge.candidates import Floats
 from epp.core.prompt.blocks import HASH_BYTES
 
 REQUEST_BLOCKS_MAX: Final = 16_384
-"""Of all prompts of one request: a completion may have thousands. A million tokens in blocks of 64,
-and some milliseconds."""
+"""Maximum number of blocks of all prompts of a request, because a completion may have thousands of
+prompts.
+
+It corresponds to a million tokens in blocks of 64, and to some milliseconds.
+"""
 
 
 def block_lists(chains: Sequence[bytes], blocks_max: int) -> list[list[int]]:
-    """64 bits a block, at most `blocks_max` of each chain and `REQUEST_BLOCKS_MAX` of all.
+    """Return the block hashes of each chain as 64-bit numbers.
 
-    Of what is too much the later chains keep nothing. The chains are those of `chains_of`.
+    At most `blocks_max` blocks of each chain and `REQUEST_BLOCKS_MAX` of all are returned; blocks
+    of the last chains are dropped first. The chains are those of `chains_of`.
     """
     left = REQUEST_BLOCKS_MAX
     lists: list[list[int]] = []
@@ -28,21 +32,21 @@ def block_lists(chains: Sequence[bytes], blocks_max: int) -> list[list[int]]:
 
 
 class HeldBlocks:
-    """By slot, block hashes and how many prompts hold each.
+    """The block hashes at each slot, with the number of prompts that hold each.
 
-    A prompt is its chained hashes from the first on, so that who holds a block holds all before it.
-    Unbounded: whoever puts prompts in takes them out or limits `blocks`.
+    A prompt is the sequence of its chained hashes, so a slot that holds a block holds all blocks
+    before it. The size is unbounded: the caller must remove prompts or limit `blocks`.
     """
 
     def __init__(self) -> None:
         self._counts: dict[int, dict[int, int]] = {}
         self._first: dict[int, dict[int, None]] = {}
-        """First block of a prompt -> the slots that hold it: who else could hold more?"""
+        """Slots that hold each first block of a prompt; no other slot can hold more of that prompt."""
         self.blocks = 0
-        """(block, slot) pairs."""
+        """Number of (block, slot) pairs."""
 
     def add(self, slot: int, prompt: Sequence[int]) -> None:
-        """One more prompt at `slot`."""
+        """Add a prompt at `slot`."""
         if not prompt:
             return
         counts = self._counts.setdefault(slot, {})
@@ -54,7 +58,7 @@ class HeldBlocks:
         self._first.setdefault(prompt[0], {})[slot] = None
 
     def remove(self, slot: int, prompt: Sequence[int]) -> None:
-        """Take out a prompt that was put in at `slot`."""
+        """Remove a prompt that was added at `slot`."""
         if not prompt:
             return
         counts = self._counts[slot]
@@ -70,7 +74,7 @@ class HeldBlocks:
             self._leave(slot, prompt[0])
 
     def forget(self, slot: int) -> None:
-        """`slot` holds nothing."""
+        """Remove all prompts at `slot`."""
         gone = self._counts.pop(slot, {})
         self.blocks -= len(gone)
         for block in gone:
@@ -78,7 +82,7 @@ class HeldBlocks:
                 self._leave(slot, block)
 
     def held(self, slots: int) -> Floats:
-        """float64[slots]: blocks that each holds, each once."""
+        """Return float64[slots]: the number of distinct blocks at each slot."""
         held = np.zeros(slots)
         for slot, counts in self._counts.items():
             if slot < slots:
@@ -86,11 +90,11 @@ class HeldBlocks:
         return held
 
     def leading(self, prompt: Sequence[int]) -> dict[int, int]:
-        """Slot -> leading blocks of `prompt` that it holds, of those that hold any."""
+        """Return the leading blocks of `prompt` at each slot that holds any, by slot."""
         found: dict[int, int] = {}
         for slot in self._first.get(prompt[0], ()) if prompt else ():
             counts = self._counts[slot]
-            # Who holds a block holds all before it: halve what is left.
+            # A slot that holds a block holds all before it, so a binary search finds the last one.
             held, missing = 1, len(prompt) + 1
             while missing - held > 1:
                 middle = (held + missing) // 2

@@ -1,4 +1,4 @@
-"""Pickers: which one it will be, and in what order others follow as fallbacks."""
+"""Pickers, which choose the destination and order the fallback endpoints."""
 
 from random import Random
 from typing import Annotated, ClassVar, Final
@@ -16,11 +16,11 @@ from epp.plugins.contract import (
 )
 
 _SCORE_MIN: Final = 1e-300
-"""Stands for 0 where a score divides: below any other, and equal among themselves."""
+"""Replacement for a score of 0 in a division: smaller than any other, and equal for all zeros."""
 
 
 class MaxScore(Parameters, frozen=True):
-    """The highest sum. Those that tie for it take turns by `rotation`, so that a burst spreads."""
+    """Pick the highest sum. Ties take turns by `rotation`, so that a burst spreads."""
 
     type_name: ClassVar[str] = "max-score-picker"
     abilities: ClassVar[Abilities] = Abilities(reads=(), picks_several=True)
@@ -40,9 +40,10 @@ class MaxScore(Parameters, frozen=True):
 
 
 class WeightedRandom(Parameters, frozen=True):
-    """Drawn in proportion to the sums, without replacement; in equal parts if all are 0.
+    """Draw endpoints in proportion to their sums, without replacement; uniformly if all sums are 0.
 
-    Efraimidis and Spirakis' A-Res: the greatest keys U^(1/score) win; here their logarithms.
+    Algorithm A-Res by Efraimidis and Spirakis: the largest keys U^(1/score) win; here their
+    logarithms.
     """
 
     type_name: ClassVar[str] = "weighted-random-picker"
@@ -61,7 +62,7 @@ class WeightedRandom(Parameters, frozen=True):
 
 
 class UniformRandom(Parameters, frozen=True):
-    """Any, whatever the sums."""
+    """Draw endpoints uniformly, regardless of their sums."""
 
     type_name: ClassVar[str] = "random-picker"
     abilities: ClassVar[Abilities] = Abilities(reads=(), picks_several=True)

@@ -1,7 +1,8 @@
-"""From which other endpoint the head of a prompt can be pulled instead of being computed again.
+"""The choice of another endpoint from which cached blocks of a prompt can be pulled.
 
-Source: llm-d/llm-d-router, `requestcontrol/dataproducer/p2psource`. Engines that offload blocks to memory
-of the host let others fetch them; the sidecar of a pod reads from whom in a header of the request.
+Source: llm-d/llm-d-router, `requestcontrol/dataproducer/p2psource`. Engines that offload blocks to
+host memory let others fetch them. The sidecar of a pod reads the address of the source from a
+request header.
 """
 
 from collections.abc import Mapping
@@ -28,19 +29,20 @@ _PREFILL: Final = "prefill"
 
 
 class PullSource(Parameters, frozen=True):
-    """`p2p-source-producer`: the request says which endpoint has more of its prompt than the chosen one.
+    """`p2p-source-producer`: the request names an endpoint that has more of its prompt than the
+    chosen one.
 
-    Of all endpoints that are ready, whatever filters leave of them, those are meant that hold at most one
-    block less than whoever holds most; one of them is drawn by the request's id, with a weight of
-    1 / (1 + waiting requests). Its address is set as `x-kv-cache-source-host-port` if it holds at least
-    `minCachedTokenDelta` tokens more than the endpoint that was chosen. What a client says there is
+    The sources are the ready endpoints, before filters, that have at most one block less than the
+    endpoint with the most. The request's id selects one of them, with weight 1 / (1 + waiting
+    requests). The header `x-kv-cache-source-host-port` holds its address if it has at least
+    `minCachedTokenDelta` tokens more than the chosen endpoint. A client's header of that name is
     removed.
 
-    Where engines tell what they hold, a source has what is in the memory of its host, `cpu`, without a
-    gap from the first block on, and one that is not heard has nothing. An index of decisions knows no
-    tiers, and is believed as it is.
+    If engines send KV-cache events, a source offers the blocks in host memory (`cpu`), without a
+    gap from the first block on. An endpoint without events offers nothing. An index of decisions
+    has no tiers, so its estimate is used as it is.
 
-    It works by being declared; no profile names it.
+    The plugin has an effect once it is declared; a profile does not name it.
     """
 
     type_name: ClassVar[str] = "p2p-source-producer"
@@ -49,21 +51,23 @@ class PullSource(Parameters, frozen=True):
     own_headers: ClassVar[tuple[str, ...]] = (SOURCE_HEADER,)
 
     prefix_match_info_producer_name: str = ""
-    """Name of the prefix index; empty: the default one."""
+    """Name of the prefix index; empty for the default one."""
     min_cached_token_delta: Annotated[int, Meta(ge=1)] = 1
-    """Tokens, below which to compute them is not slower than to pull them."""
+    """Advantage in cached tokens below which computing them is as fast as pulling them."""
     prefill_profile_name: str = _PREFILL
-    """No effect: who serves a request computes its prompt."""
+    """No effect, because the endpoint that serves a request also computes its prompt."""
 
     @property
     def producer(self) -> str | None:
         return self.prefix_match_info_producer_name
 
     def warnings(self) -> list[str]:
-        """What has no effect, without the place."""
+        """Return a warning about a parameter without effect, without its place."""
         if self.prefill_profile_name in {"", _PREFILL}:
             return []
-        return ["prefillProfileName has no effect, prefill and decode are not disaggregated here"]
+        return [
+            "prefillProfileName has no effect, because prefill and decode are not disaggregated"
+        ]
 
     def request_headers(
         self, request: InferenceRequest, candidates: Candidates, endpoint: Endpoint, /
@@ -90,14 +94,14 @@ class PullSource(Parameters, frozen=True):
 
 
 def _pullable(known: Affinity) -> Floats:
-    """float64[n], leading blocks of the prompt that others can fetch from each."""
+    """Return float64[n]: the leading blocks of the prompt that others can fetch from each endpoint."""
     if EXACT not in known.columns:
         return known.matched.astype(np.float64)
     return known.columns.get(HOST_BLOCKS, np.zeros(len(known.matched)))
 
 
 def _drawn(request_id: str, waiting: Floats) -> int:
-    """One of them, always the same for one id; the longer the queue the less likely."""
+    """Return the position drawn by `request_id`; a longer queue is less likely."""
     weights = 1.0 / (1.0 + np.nan_to_num(waiting))
     drawn = xxhash.xxh64_intdigest(request_id.encode("utf-8", "surrogatepass")) / 2.0**64
     return min(

@@ -1,4 +1,4 @@
-"""Scorers: how good each candidate is, float64[n] in [0, 1]; NaN where its column is unknown.
+"""Scorers, which return float64[n] in [0, 1] for n candidates, with NaN where a column is unknown.
 
 Formulas and parameters are those of llm-d-router v0.10, except where a docstring says otherwise.
 """
@@ -22,14 +22,16 @@ from epp.plugins.contract import (
 
 
 class PrefixCache(Parameters, frozen=True):
-    """Prefer who holds the longest leading part of the prompt.
+    """Prefer endpoints with the longest leading part of the prompt in their cache.
 
-    (1 - w) * matched / total + w * min(1, matched tokens / S)^2, with w = `match_length_weight` and
-    S = `match_length_scale_tokens`; 0 for a prompt without a full block.
+    The score is (1 - w) * matched / total + w * min(1, matched tokens / S)^2, with w =
+    `match_length_weight` and S = `match_length_scale_tokens`. It is 0 for a prompt without a full
+    block.
 
-    Several pickers that do not hear each other would each warm caches of their own. Where one of
-    them knows less than `agreement_below` of a prompt, it gives 1 to the endpoint that all of them
-    would choose for the session, the conversation or the head of the prompt, and 0 to the others.
+    Several pickers that do not share decisions would warm different caches for the same prompt. If
+    such a picker's index matches less than `agreement_below` of a prompt, the scorer gives 1 to one
+    endpoint and 0 to the others. That endpoint is the one that all pickers choose for the session,
+    the conversation or the head of the prompt.
     """
 
     type_name: ClassVar[str] = "prefix-cache-scorer"
@@ -47,14 +49,17 @@ class PrefixCache(Parameters, frozen=True):
     match_length_weight: Annotated[float, Meta(ge=0, le=1)] = 0.0
     match_length_scale_tokens: Annotated[float, Meta(gt=0)] = 8192.0
     agreement: Agreement = Agreement.AUTO
-    """`auto`: only while this picker has replicas that it does not hear; `rendezvous`: always."""
+    """`auto`: only while other pickers of the pool do not share their decisions; `rendezvous`:
+    always.
+    """
     agreement_below: Annotated[float, Meta(ge=0, le=1)] = 0.8
-    """Share of the prompt's full blocks; who knows as much of it goes by what is known."""
+    """Share of the prompt's full blocks from which the match decides instead of the agreement."""
     agreement_key_tokens: Annotated[int, Meta(ge=1)] = 1024
-    """Prompts that share so many tokens beyond what most endpoints hold go to one endpoint, unless a
-    session or conversation says otherwise."""
+    """Prompts that share this many tokens beyond what most endpoints have cached go to one
+    endpoint, unless a session or conversation decides.
+    """
     agreement_session_header: Annotated[str, Meta(min_length=1)] = "x-session-id"
-    """Request header with the session, where the request has no session id of its own."""
+    """Request header that names the session, if the request has no session id of its own."""
 
     @property
     def producer(self) -> str | None:
@@ -82,7 +87,7 @@ class PrefixCache(Parameters, frozen=True):
         return scores
 
     def session_of(self, request: InferenceRequest, /) -> str:
-        """What `request` names, as long as there is somebody to agree with."""
+        """Return the session that `request` names, or "" while pickers need not agree."""
         if not self._agrees(request):
             return ""
         return request.session_id or request.headers.get(self.agreement_session_header.lower(), "")
@@ -94,8 +99,11 @@ class PrefixCache(Parameters, frozen=True):
 
 
 def _least_first(load: Floats) -> Floats:
-    """The least loaded 1, the most loaded 0, linear between; all equal: 1. NaN stays NaN."""
-    # Positions are found three times as fast as values; where there is a NaN, they lead to it.
+    """Return 1 for the lowest load, 0 for the highest, linear between; all 1 if equal. NaN stays
+    NaN.
+    """
+    # argmin and argmax take a third of the time of min and max. If there is a NaN, they return its
+    # position.
     least = float(load[load.argmin()])
     most = float(load[load.argmax()])
     if math.isnan(most):
@@ -140,9 +148,10 @@ class RunningRequests(Parameters, frozen=True):
 
 
 class ActiveRequests(Parameters, frozen=True):
-    """Prefer who has few requests in flight from this picker; known at once, never scraped.
+    """Prefer endpoints with few requests in flight from this picker, which are counted and never
+    scraped.
 
-    1 up to `idle_threshold`, else (most - own) / most * `max_busy_score`.
+    The score is 1 up to `idle_threshold`, else (most - own) / most * `max_busy_score`.
     """
 
     type_name: ClassVar[str] = "active-request-scorer"
@@ -153,9 +162,9 @@ class ActiveRequests(Parameters, frozen=True):
     idle_threshold: Annotated[int, Meta(ge=0)] = 0
     max_busy_score: Annotated[float, Meta(ge=0, le=1)] = 1.0
     in_flight_load_producer_name: str = ""
-    """Name of the `inflight-load-producer`, of which there is one."""
+    """Name of the `inflight-load-producer`; there is only one."""
     request_timeout: str = ""
-    """No effect, as in llm-d-router: what is in flight is known by how requests end."""
+    """No effect, as in llm-d-router; requests in flight are counted by their ends."""
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         inflight = candidates.inflight_requests
@@ -170,10 +179,10 @@ class ActiveRequests(Parameters, frozen=True):
 
 
 class TokenLoad(Parameters, frozen=True):
-    """Prefer who would have the fewest prompt tokens to compute, this request's own included.
+    """Prefer endpoints with the fewest prompt tokens to compute, including this request's own.
 
-    1 - min(1, (in flight + own uncached) / `queue_threshold_tokens`). What of its own is uncached
-    the prefix index knows.
+    The score is 1 - min(1, (in flight + own uncached) / `queue_threshold_tokens`). The prefix index
+    estimates the request's own uncached tokens.
     """
 
     type_name: ClassVar[str] = "token-load-scorer"
@@ -186,7 +195,7 @@ class TokenLoad(Parameters, frozen=True):
 
     queue_threshold_tokens: Annotated[float, Meta(gt=0)] = 4_194_304.0
     in_flight_load_producer_name: str = ""
-    """Name of the `inflight-load-producer`, of which there is one."""
+    """Name of the `inflight-load-producer`; there is only one."""
 
     @property
     def producer(self) -> str | None:
@@ -203,7 +212,7 @@ class TokenLoad(Parameters, frozen=True):
 class LoadAware(Parameters, frozen=True):
     """Prefer short waiting queues by their absolute length.
 
-    0.5 * (1 - min(waiting, threshold) / threshold), so 0.5 for an empty queue.
+    The score is 0.5 * (1 - min(waiting, threshold) / threshold), so 0.5 for an empty queue.
     """
 
     type_name: ClassVar[str] = "load-aware-scorer"
@@ -220,12 +229,14 @@ class LoadAware(Parameters, frozen=True):
 
 
 class LoraAffinity(Parameters, frozen=True):
-    """Prefer who can serve this adapter at the least cost; unknown where nothing is reported.
+    """Prefer endpoints that can serve this adapter at the lowest cost; unknown if no endpoint
+    reports adapters.
 
-    An engine that reports residency: adapter on the GPU 1.0, in CPU memory 0.7, a free GPU slot 0.6,
-    a slot whose adapter is idle 0.3, else 0.0 (llm-d-router #2792). One with `lora_requests_info`
-    only: adapter has a running or waiting request 1.0, a free slot 0.8, else 0.0; vLLM's two lists
-    are one set (llm-d-router #2605), so the reference's 0.6 for "waiting" would never apply.
+    If an engine reports residency, the score depends on the adapter's place (llm-d-router #2792):
+    1.0 on the GPU, 0.7 in CPU memory. Otherwise it is 0.6 for a free GPU slot, 0.3 for a slot with
+    an idle adapter, else 0.0. If an engine reports only `lora_requests_info`, the score is 1.0 for
+    an adapter with a running or waiting request, 0.8 for a free slot, else 0.0. vLLM's two lists
+    are one set (llm-d-router #2605), so the reference picker's 0.6 for "waiting" would never apply.
     """
 
     type_name: ClassVar[str] = "lora-affinity-scorer"
@@ -261,11 +272,12 @@ def _by_residency(adapters: AdapterColumns, adapter: str) -> Floats:
 
 
 class NoHitLru(Parameters, frozen=True):
-    """Spread prompts that nobody knows: prefer who got such a prompt the longest ago.
+    """Spread unknown prompts: prefer the endpoint that received such a prompt the longest ago.
 
-    A known prompt: 0.5 for all. Else 1 - rank / (n - 1): first those that never got one, as they
-    come, then the others, least recent first. The rank is among the candidates; the reference
-    counts endpoints that are not, too, which is the same when none was filtered out.
+    For a prompt that any endpoint has cached, the score is 0.5 for all. Otherwise it is 1 - rank /
+    (n - 1). Endpoints that never received an unknown prompt rank first, in their order, then the
+    others, least recent first. The rank is among the candidates. The reference picker also counts
+    other endpoints, which gives the same order.
     """
 
     type_name: ClassVar[str] = "no-hit-lru-scorer"
@@ -277,7 +289,7 @@ class NoHitLru(Parameters, frozen=True):
     lru_size: Annotated[int, Meta(ge=1)] = 1024
     prefix_match_info_producer_name: str = ""
     prefix_plugin_type: str = ""
-    """Like `prefix_plugin_name`: accepted so that old configurations load, and without effect."""
+    """No effect. Like `prefix_plugin_name`, it is accepted so that old configurations load."""
     prefix_plugin_name: str = ""
 
     @property
@@ -286,7 +298,7 @@ class NoHitLru(Parameters, frozen=True):
 
     @property
     def producer_parameters(self) -> Mapping[str, int]:
-        """Parameters of the index, should it have to be made."""
+        """Return the parameters with which a missing index is made."""
         return {"lruSize": self.lru_size}
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:

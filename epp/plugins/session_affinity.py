@@ -1,6 +1,7 @@
-"""Sessions that go where they went before: a scorer that prefers it and a filter that insists.
+"""Session affinity: a scorer that prefers a session's previous endpoint, and a filter that requires
+it.
 
-Strategies and parameters are those of llm-d-router v0.10, and the tokens are signed here.
+Strategies and parameters are those of llm-d-router v0.10. Tokens are signed, unlike there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,17 +35,17 @@ class EncodedEndpointHeader(Parameters, frozen=True):
 
 
 class SessionIdSettings(Parameters, frozen=True):
-    """How the strategy `session_id` tells sessions apart, and how long it remembers them."""
+    """The settings of strategy `session_id`: the source of session names and their lifetime."""
 
     sources: SessionSources = ()
     eviction_ttl_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
-    """0: 300."""
+    """Lifetime of an unused session in seconds; 0 for 300."""
     eviction_sweep_seconds: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
-    """No effect: a session that is too old is never found."""
+    """No effect, because an expired session is never found."""
 
 
 class _SessionAffinity(Parameters, frozen=True):
-    """What the scorer and the filter are told."""
+    """The parameters of the scorer and the filter."""
 
     abilities: ClassVar[Abilities] = Abilities(
         reads=("headers", "session_tokens", "endpoints"),
@@ -58,34 +59,36 @@ class _SessionAffinity(Parameters, frozen=True):
 
     strategy: SessionStrategy = SessionStrategy.ENCODED_ENDPOINT_HEADER
     header_name: Annotated[str, Meta(min_length=1)] = TOKEN_HEADER
-    """Header of the token, which the field spells `encodedEndpointHeaderConfig.header`."""
+    """Header of the token; llm-d-router's spelling is `encodedEndpointHeaderConfig.header`."""
     encoded_endpoint_header_config: EncodedEndpointHeader = field(
         default_factory=EncodedEndpointHeader
     )
-    """`header`: that of the token."""
+    """Settings with one member, `header`: the header of the token."""
     session_id_config: SessionIdSettings = field(default_factory=SessionIdSettings)
-    """`sources`, each a `header` or an `attribute` and its `producer`: the first that a request has
-    names its session; `evictionTtlSeconds`, 300; `evictionSweepSeconds`, without effect."""
+    """Settings of strategy `session_id`. The first of `sources` that a request has names its
+    session; each is a `header`, or an `attribute` and its `producer`. `evictionTtlSeconds` is 300
+    by default, and `evictionSweepSeconds` has no effect.
+    """
     profile_name: str = ""
-    """No effect: there is one profile."""
+    """No effect, because there is only one profile."""
 
     def __post_init__(self) -> None:
         given = self.encoded_endpoint_header_config.header.strip().lower()
         if given and self.header_name != TOKEN_HEADER and given != self.header_name.strip().lower():
             raise ValueError(
-                f"headerName is {self.header_name} and encodedEndpointHeaderConfig.header is "
-                f"{self.encoded_endpoint_header_config.header}, expected one of the two"
+                f"headerName is {self.header_name} but encodedEndpointHeaderConfig.header is "
+                f"{self.encoded_endpoint_header_config.header}; set only one of the two"
             )
 
     @property
     def token_header(self) -> str:
-        """Lower case, as headers of requests are."""
+        """Return the name of the token header in lower case, as request headers are."""
         given = self.encoded_endpoint_header_config.header.strip() or self.header_name.strip()
         return given.lower() or TOKEN_HEADER
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether session tokens decide."""
+        """Return whether session tokens decide."""
         return self.strategy is SessionStrategy.ENCODED_ENDPOINT_HEADER
 
     @property
@@ -94,7 +97,7 @@ class _SessionAffinity(Parameters, frozen=True):
 
     @property
     def producer_parameters(self) -> Mapping[str, Any]:
-        """Of the index of sessions, as far as they are given."""
+        """Return the given parameters of the session index."""
         told: dict[str, Any] = {}
         if self.session_id_config.sources:
             told["sources"] = [source.described for source in self.session_id_config.sources]
@@ -103,27 +106,31 @@ class _SessionAffinity(Parameters, frozen=True):
         return told
 
     def warnings(self) -> Sequence[str]:
-        """What is told and does nothing, without the place."""
+        """Return warnings about parameters without effect, without their place."""
         found = []
         if self.profile_name:
-            found.append("profileName has no effect, there is one profile")
+            found.append("profileName has no effect, because there is only one profile")
         if self.session_id_config.eviction_sweep_seconds:
             found.append(
-                "evictionSweepSeconds has no effect, a session that is too old is never found"
+                "evictionSweepSeconds has no effect, because an expired session is never found"
             )
         return found
 
     def response_headers(
         self, request: InferenceRequest, endpoint: Endpoint, served: str, /
     ) -> Mapping[str, str]:
-        """The token of `endpoint`, to be sent back with the session's next request."""
+        """Return the token of `endpoint`, which the client sends back with the session's next
+        request.
+        """
         if self.strategy is SessionStrategy.SESSION_ID:
             return {}
         token = request.moment.session_tokens.of(endpoint)
         return {self.token_header: token} if token else {}
 
     def _holders(self, request: InferenceRequest, candidates: Candidates) -> Bools:
-        """bool[n]: who served the session of `request` before; nobody, if it is not known."""
+        """Return bool[n]: the endpoints that served the session of `request` before; all False if
+        unknown.
+        """
         if self.strategy is SessionStrategy.SESSION_ID:
             return candidates.affinity(self.producer_type).matched > 0
         token = request.headers.get(self.token_header)
@@ -134,12 +141,14 @@ class _SessionAffinity(Parameters, frozen=True):
 
 
 class SessionAffinityScorer(_SessionAffinity, frozen=True):
-    """1 for the endpoint that served this session before, 0 for the others; all 0 if none did.
+    """Score 1 for the endpoint that served this session before, 0 for the others; all 0 if none
+    did.
 
-    `encoded_endpoint_header`: the client sends back, in a header, the token that the response gave
-    it: a keyed hash of the endpoint, which shows nothing and which nobody else can make. A token that
-    is none, or of an endpoint that is not a candidate, prefers nobody. `session_id`: an affinity
-    index remembers where each session went.
+    With strategy `encoded_endpoint_header`, a response header carries a token, and the client sends
+    it back. The token is a keyed hash of the endpoint. It reveals nothing, and only pickers with
+    the key can create it. An invalid token, or one of an endpoint that is not a candidate, prefers
+    no endpoint. With strategy `session_id`, an affinity index remembers the endpoint of each
+    session.
     """
 
     type_name: ClassVar[str] = "session-affinity-scorer"
@@ -149,10 +158,11 @@ class SessionAffinityScorer(_SessionAffinity, frozen=True):
 
 
 class SessionAffinityFilter(_SessionAffinity, frozen=True):
-    """Keep the endpoint that served this session before, while it is a candidate; else all.
+    """Keep the endpoint that served this session before, while it is a candidate; otherwise keep
+    all.
 
-    Strategies are those of `session-affinity-scorer`. A session stays wherever it began, however
-    busy that is: the scorer with a weight is milder.
+    The strategies are those of `session-affinity-scorer`. A session stays at its first endpoint
+    even if that is overloaded; the scorer with a weight is less strict.
     """
 
     type_name: ClassVar[str] = "session-affinity-filter"

@@ -1,6 +1,6 @@
-"""Strategies of plugins that are all here: our own, and what the field's pickers ship.
+"""Strategies made of built-in plugins: Homing's own, and those that other pickers ship.
 
-Those of other routers are in a distribution of their own, `rivals/`.
+Strategies of other routers are in a distribution of their own, `rivals/`.
 """
 
 from collections.abc import Mapping
@@ -12,13 +12,15 @@ from epp.plugins.strategy import Step, Strategy, config_of, named, producer, ste
 _APPROXIMATE: Final = "approx-prefix-cache-producer"
 _BURST: Final = "burst-prefix-cache-producer"
 _UNTIL_FIRST_TOKEN: Final = producer("inflight-load-producer", peakPrefillThroughput=1)
-"""Tokens in flight do not drain as time passes: they are held until a first token is seen or counted."""
+"""Producer with which tokens in flight do not drain over time, but stay until a first token is seen
+or counted.
+"""
 _ADAPTERS: Final = step("lora-affinity-scorer", 1)
-"""With the weight that llm-d-router's page of this scorer and its sample configuration give it."""
+"""The scorer of adapters, with the weight on llm-d-router's page and in its sample configuration."""
 
 
 def _sticky(*more: Step) -> str:
-    # The speed is what the guide measured of Qwen3-32B on two H100s: set another for other pods.
+    # The speed is the guide's measurement of Qwen3-32B on two H100s; other pods need another value.
     return config_of(
         producer(_APPROXIMATE),
         *(one for one in more if not one.decides),
@@ -34,14 +36,14 @@ def _sticky(*more: Step) -> str:
 
 
 def _prefix_of(index: str) -> Step:
-    # Those who ship it know nothing of keys on which replicas agree.
+    # The pickers that ship this strategy have no agreement between replicas.
     return step("prefix-cache-scorer", 3, prefixMatchInfoProducerName=index, agreement="none")
 
 
 _ALL: Final = (
     Strategy(
         name="homing",
-        idea="Homing: where the request adds the fewest seconds to everybody.",
+        idea="Homing: the endpoint at which the request adds the least time to all requests.",
         config=config_of(step("added-time-scorer")),
     ),
     Strategy(
@@ -67,7 +69,7 @@ _ALL: Final = (
     ),
     Strategy(
         name="llm-d-3-2-2-lora",
-        idea="llm-d without a configuration, and its scorer of adapters with 1.",
+        idea="llm-d without a configuration, plus its scorer of adapters with weight 1.",
         omissions="llm-d's own index, which is `llm-d-approximate-lora`; its 0.6 where one waits",
         config=config_of(
             step("prefix-cache-scorer", 3),
@@ -79,8 +81,8 @@ _ALL: Final = (
     Strategy(
         name="sticky-until-saturated",
         idea=(
-            "llm-d's guide optimized-baseline since August 2026: who holds 0.8 of the prompt keeps "
-            "it until 18 s behind, then the fewest uncached tokens."
+            "llm-d's guide optimized-baseline since August 2026: an endpoint with 0.8 of the "
+            "prompt keeps it until it is 18 s behind, then the fewest uncached tokens."
         ),
         omissions=(
             "tokens held until the first chunk: here pages and time release them; its index is "
@@ -100,8 +102,8 @@ _ALL: Final = (
     Strategy(
         name="sticky-until-saturated-lora",
         idea=(
-            "llm-d's guide optimized-baseline, and its scorer of adapters with 1, which the guide "
-            "does not name."
+            "llm-d's guide optimized-baseline, plus its scorer of adapters with weight 1, which "
+            "the guide does not use."
         ),
         omissions=(
             "tokens held until the first chunk: here pages and time release them; its index is "
@@ -112,8 +114,8 @@ _ALL: Final = (
     Strategy(
         name="llm-d-no-hit-lru",
         idea=(
-            "llm-d's guide before August 2026: prefix 3, queue 2, KV cache 2 and 2 for who got an "
-            "unknown prompt the longest ago."
+            "llm-d's guide before August 2026: prefix 3, queue 2, KV cache 2 and 2 for the "
+            "endpoint that received an unknown prompt the longest ago."
         ),
         omissions="llm-d's own index; a scorer of adapters, as in `llm-d-3-2-2-lora`",
         config=config_of(
@@ -142,4 +144,4 @@ _ALL: Final = (
 )
 
 STRATEGIES: Final[Mapping[str, Strategy]] = MappingProxyType({one.name: one for one in _ALL})
-"""By name, in the order in which tables show them."""
+"""All strategies by name, in the order of tables."""

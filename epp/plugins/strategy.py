@@ -1,4 +1,4 @@
-"""What a strategy is: a name, whose idea it is, and the configuration that decides by it."""
+"""A strategy: a name, an idea with its origin, and the configuration that implements it."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -11,50 +11,50 @@ _PICKER: Final = "max-score-picker"
 
 
 class Step(Struct, frozen=True, kw_only=True):
-    """One plugin of a profile."""
+    """A plugin of a strategy's configuration."""
 
     type_name: str
     name: str = ""
-    """In the document; "": as its type."""
+    """Name in the document, or "" for the name of the type."""
     weight: float | None = None
-    """Of a scorer; None: 1."""
+    """Weight of a scorer, or None for 1."""
     parameters: Mapping[str, object] = field(default_factory=dict)
     decides: bool = True
-    """It is part of the profile; False: it is only declared, as producers are."""
+    """True if the plugin is part of the profile; False if it is only declared, as producers are."""
 
 
 class Strategy(Struct, frozen=True, kw_only=True):
-    """A way to choose that somebody ships or proposes, as a configuration of our plugins."""
+    """A routing strategy that a project ships or proposes, as a configuration of our plugins."""
 
     name: str
-    """What `--config` knows it by."""
+    """Name for `--config`."""
     idea: str
-    """One sentence: whose, and the rule."""
+    """One sentence with the origin and the rule."""
     config: str
-    """An `EndpointPickerConfig`, as text that a user may take as it is."""
+    """Complete text of an `EndpointPickerConfig`."""
     omissions: str = ""
-    """What the original does that this does not, or not so: a phrase for a table; "": nothing known."""
+    """Differences from the original, as a phrase for a table; "" if none are known."""
 
 
 def step(type_name: str, weight: float | None = None, /, **parameters: object) -> Step:
-    """A plugin that decides; `parameters` as its type spells them."""
+    """Return a plugin of the profile; `parameters` are spelt as in its type."""
     return Step(type_name=type_name, weight=weight, parameters=parameters)
 
 
 def producer(type_name: str, /, **parameters: object) -> Step:
-    """A plugin that is only declared."""
+    """Return a plugin that is only declared."""
     return Step(type_name=type_name, parameters=parameters, decides=False)
 
 
 def named(name: str, plugin: Step) -> Step:
-    """`plugin` as `name`: where two are of one type."""
+    """Return `plugin` with the name `name`, for a second plugin of the same type."""
     return replace(plugin, name=name)
 
 
 def config_of(*steps: Step, picker: Step | None = None) -> str:
-    """The `EndpointPickerConfig` of one profile with `steps` in their order and `picker` last.
+    """Return the `EndpointPickerConfig` of one profile with `steps` in order and `picker` last.
 
-    No two may be of one name.
+    Names must be distinct.
     """
     steps = (*steps, picker or step(_PICKER))
     plugins: list[dict[str, object]] = []

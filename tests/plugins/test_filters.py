@@ -259,7 +259,7 @@ def test_the_saturation_detector_is_a_filter():
             r"\$\.matchExpressions\[0\]\.operator",
         ),
         ("label-selector-filter", {"matchLabel": {}}, "matchLabel"),
-        ("by-label", {"label": "tier"}, "give validValues or allowsNoLabel"),
+        ("by-label", {"label": "tier"}, "set validValues or allowsNoLabel"),
         ("by-label", {"label": "", "allowsNoLabel": True}, r"\$\.label"),
         (
             "prefix-cache-affinity-filter",
@@ -279,7 +279,7 @@ def test_parameters_that_make_no_sense_are_refused(type_name, parameters, proble
 
 def test_an_age_limit_that_nothing_meets_is_refused():
     """0 s would call every endpoint stale."""
-    with pytest.raises(ValueError, match="maxAge must be more than 0s, is 0s"):
+    with pytest.raises(ValueError, match="maxAge is 0s; it must be more than 0s"):
         filters.FreshMetrics(max_age=Duration(0))
 
 

@@ -141,5 +141,7 @@ def test_what_has_no_effect_is_told():
 def test_an_index_that_is_missing_is_named():
     """As of a scorer."""
     text = DOCUMENT.replace("prefixMatchInfoProducerName: precise-", "prefixMatchInfoProducerName: no-such-")  # fmt: skip
-    with pytest.raises(ConfigError, match="producer no-such-prefix-cache-producer names no plugin"):
+    with pytest.raises(
+        ConfigError, match="producer no-such-prefix-cache-producer names no declared plugin"
+    ):
         load_config(text, "a", plugin_tables())

@@ -1,9 +1,9 @@
-"""For tests of plugins: what every plugin must keep to, and values to test the rest with.
+"""Test support for plugins: the contract that every plugin must meet, and builders for test values.
 
-`check_plugin` is the contract that Homing's own plugins pass. It draws its cases from a seed, with
-nothing but the standard library and numpy: the same cases everywhere, and no test framework to
-install. `endpoint`, `request` and `candidates` make values with a default for all that a test does
-not care about.
+`check_plugin` checks the contract that Homing's own plugins meet. It draws its cases from a seed
+and needs only the standard library and numpy. The cases are the same everywhere, and no test
+framework is needed. `endpoint`, `request` and `candidates` build values with a default for
+everything that a test does not set.
 """
 
 from epp.testing.builders import (

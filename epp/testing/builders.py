@@ -1,4 +1,4 @@
-"""Values for tests, with a default for everything that a test does not care about."""
+"""Builders of test values, with a default for everything that a test does not set."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ PREFIX: Final = "approx-prefix-cache-producer"
 
 
 def endpoint(number: int = 0, **fields: Any) -> Endpoint:
-    """Endpoint number `number` of a pool: 192.168.1.<number + 1>:8000."""
+    """Return endpoint number `number` of a pool: 192.168.1.<number + 1>:8000."""
     defaults = {
         "endpoint_id": f"uid-{number}:8000",
         "name": f"pod-{number}",
@@ -28,7 +28,9 @@ def endpoint(number: int = 0, **fields: Any) -> Endpoint:
 
 
 def request(**fields: Any) -> InferenceRequest:
-    """A request for `my-model`, without a prompt; fields of its `moment` are given beside its own."""
+    """Return a request for `my-model` without a prompt; fields of its `moment` are passed beside
+    its own.
+    """
     known = {name: fields.pop(name) for name in Moment.__struct_fields__ if name in fields}
     defaults: dict[str, Any] = {"request_id": "test-request-id", "model": "my-model"}
     defaults["moment"] = Moment(**known)
@@ -36,7 +38,7 @@ def request(**fields: Any) -> InferenceRequest:
 
 
 def loaded_adapters(*active: str, slots_max: int = 0) -> AdapterReport:
-    """What `vllm:lora_requests_info` reports."""
+    """Return an adapter report as `vllm:lora_requests_info` gives it."""
     return AdapterReport(active=frozenset(active), slots_max=slots_max)
 
 
@@ -48,7 +50,7 @@ def resident_adapters(
     pinned: Collection[str] = (),
     slots_max: int = 0,
 ) -> AdapterReport:
-    """What the residency series report."""
+    """Return an adapter report as the residency series give it."""
     return AdapterReport(
         active=frozenset(active),
         slots_max=slots_max,
@@ -59,7 +61,7 @@ def resident_adapters(
     )
 
 
-def candidates(  # noqa: PLR0913  one argument a column
+def candidates(  # noqa: PLR0913  one argument per column
     n: int | None = None,
     *,
     waiting_requests: Sequence[float] | None = None,
@@ -80,10 +82,11 @@ def candidates(  # noqa: PLR0913  one argument a column
     block_tokens: int = 64,
     prompt_tokens: int = 0,
 ) -> Candidates:
-    """Candidates in slots 0, 1, ... from the columns that are given; `n` if none is.
+    """Return candidates in slots 0, 1, ... from the given columns, or `n` candidates if no column
+    is given.
 
-    Not given is unknown for what engines report, and 0 for what the picker counts itself. Metrics
-    are 0 s old.
+    A missing column is unknown if engines report it, and 0 if the picker counts it. Metrics are 0 s
+    old.
     """
     given = (
         waiting_requests, running_requests, kv_cache_usage, metrics_age_s, saturated,
@@ -135,5 +138,5 @@ def candidates(  # noqa: PLR0913  one argument a column
 
 
 def affinity(matched: Iterable[int], total: int = 1) -> Affinity:
-    """`matched` of `total` by endpoint slot."""
+    """Return an affinity of `matched` blocks by endpoint slot, of `total`."""
     return Affinity(np.array(list(matched), dtype=np.int64), total)

@@ -1,6 +1,7 @@
-"""Hostile days in little, through the scheduler as both shells drive it.
+"""Short random runs of a scheduler, driven as both shells drive it.
 
-Endpoints come, go and restart; requests end well, badly or in silence; engines report anything.
+Endpoints join, leave and restart. Requests end well, with an error or without any notice. Engines
+report random values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,11 +27,11 @@ _USERS: Final[tuple[Mapping[str, str], ...]] = ({}, {"x-user-id": "u1"}, {"x-use
 
 
 class Churn(Struct, frozen=True, kw_only=True):
-    """What has come of it; nothing is in flight any more."""
+    """The result of a run in which all requests have ended."""
 
     scheduler: Scheduler
     went: tuple[str, ...]
-    """Endpoint id of each request; "" for one that was refused."""
+    """Endpoint id of each request; "" for a refused request."""
     ended_s: Seconds
 
 
@@ -43,13 +44,14 @@ def churn(
     labels: Sequence[Mapping[str, str]] = (),
     headers: Sequence[Mapping[str, str]] = (),
 ) -> Churn:
-    """`steps` requests through a new scheduler; `dice` decides what happens, `seed` is its own.
+    """Send `steps` requests through a new scheduler.
 
-    `labels`: what endpoints have, in turn; `headers`: what requests have besides the usual ones.
+    `dice` seeds the events of the run, and `seed` the scheduler. `labels` are assigned to the
+    endpoints round robin. `headers` are drawn for requests, besides the usual ones.
     """
     settings = replace(settings, session_tokens=SessionTokens((b"of this test",)))
     scheduler = Scheduler(settings, seed=seed)
-    random = Random(f"{dice}")  # noqa: S311  dice, not secrets
+    random = Random(f"{dice}")  # noqa: S311  not for security
     endpoints = [
         endpoint(number, labels=dict(labels[number % len(labels)]) if labels else {})
         for number in range(PODS)
@@ -86,9 +88,10 @@ def churn(
 
 
 def strangers_differ(after: Churn) -> str:
-    """Replace all endpoints; which index tells those that come apart, "" if none does.
+    """Replace all endpoints. Return the index that distinguishes the new ones from each other, or
+    "".
 
-    They are in the slots of those that were there, and have nothing that these had.
+    The new endpoints occupy the slots of the old ones and must not inherit anything from them.
     """
     scheduler, now = after.scheduler, after.ended_s + 1_000.0
     scheduler.take(PoolReplaced([endpoint(100 + number) for number in range(PODS)]), now)
@@ -104,7 +107,7 @@ def strangers_differ(after: Churn) -> str:
 
 
 def prompt(random: Random) -> bytes:
-    """One that shares what comes first with some others, of 0 to 40 blocks of 64 tokens."""
+    """Return a prompt of 0 to 40 blocks of 64 tokens that shares its beginning with some others."""
     preamble = random.randrange(3)
     turn = random.randrange(4)
     shared = f"system {preamble} " * 60 + f"user {turn} " * (10 * turn)

@@ -1,18 +1,20 @@
-"""What every plugin must keep to, whatever the pool looks like: `check_plugin`.
+"""The contract that every plugin must meet, for any state of the pool: `check_plugin`.
 
-A filter, a scorer, a picker or the settings of an affinity index, by the verb that the class has:
+The plugin is a filter, a scorer, a picker or the settings of an affinity index, as its main method
+shows.
 
-- it is a frozen struct with a `type_name`, and refuses parameters that it does not know;
-- what it returns has the type, the length and the range of its contract;
-- it is a pure function: it changes nothing, repeats itself, and so does another instance of it;
-- candidates in another order get their own answers in that order;
-- what it does it declares in its abilities, and it reads nothing but what it declares to read;
-- an index answers in its bounds, forgets an endpoint as if it had never been there, and does not
-  grow with what it is told beyond its own limits;
-- through the real scheduler it survives churn: it never fails, every request is answered and let go,
-  the same dice fall the same, and who takes the place of an endpoint that left is a stranger.
+- It is a frozen struct with a `type_name`, and refuses unknown parameters.
+- Its results have the type, the length and the range of its contract.
+- It is a pure function: it changes nothing, and repeated calls and other instances give the same
+  result.
+- Candidates in another order get the same results in that order.
+- Its abilities declare what it does, and it reads only what it declares to read.
+- An index stays within its bounds, and forgets an endpoint completely. Its memory stays within its
+  own limits.
+- It survives churn in the real scheduler. It never fails, every request is answered and ended, and
+  the same seed gives the same result. An endpoint that replaces another inherits nothing from it.
 
-Cases are drawn from a seed; hypothesis is not needed, nor used where it is installed.
+Cases are drawn from a seed. The check does not use hypothesis.
 """
 
 import gc
@@ -69,21 +71,25 @@ _TOKENS: Final = SessionTokens((b"of this test",))
 _HEADERS: Final[tuple[Given, ...]] = ({}, {"x-session-token": _TOKENS.of(endpoint(1))})
 _SLOTS: Final = 6
 _TOLD: Final = 1_000
-"""Requests after which an index is as large as it may get, with the limits that it is given."""
+"""Number of requests after which an index must have reached its largest size, with the given
+limits.
+"""
 _GROWTH_MAX: Final = 1.25
 _GROWTH_BYTES_MAX: Final = 64 * 1024
-"""Of dictionaries that grow by doubling."""
+"""Allowance in bytes for dictionaries, which grow by doubling."""
 _ENOUGH: Final = 1e-12
 _COST_TOLERANCE: Final = 1e-6
-"""Of scores: costs are added up in another order."""
+"""Tolerance of scores, because costs are added up in another order."""
 
 
 class ContractError(AssertionError):
-    """A plugin breaks its contract: one sentence, with what repeats the case."""
+    """A plugin breaks its contract. The message is one sentence with the values that repeat the
+    case.
+    """
 
 
 class _Subject(Struct, frozen=True, kw_only=True):
-    """What is checked, and what the author said of it."""
+    """The plugin under test, and its author's statements about it."""
 
     kind: type[Any]
     verb: str
@@ -98,16 +104,16 @@ class _Subject(Struct, frozen=True, kw_only=True):
 
     @property
     def abilities(self) -> Abilities:
-        """As the class declares them."""
+        """Return the abilities that the class declares."""
         declared: Abilities = self.kind.abilities
         return declared
 
     def made(self) -> Any:
-        """A new instance."""
+        """Return a new instance."""
         return msgspec.convert(dict(self.parameters), self.kind, dec_hook=decode)
 
     def expect(self, fulfilled: bool, sentence: str, case: int | None = None) -> None:
-        """Raises `ContractError` unless `fulfilled`."""
+        """Raise `ContractError` unless `fulfilled`."""
         if not fulfilled:
             told = f"{self.kind.__name__}({dict(self.parameters)}): {sentence}"
             raise ContractError(
@@ -115,7 +121,7 @@ class _Subject(Struct, frozen=True, kw_only=True):
             )
 
 
-def check_plugin(  # noqa: PLR0913  what an author may say of it
+def check_plugin(  # noqa: PLR0913  one argument per option
     kind: type[Any],
     parameters: Mapping[str, object] | None = None,
     *,
@@ -127,21 +133,25 @@ def check_plugin(  # noqa: PLR0913  what an author may say of it
     cases: int = 100,
     seed: int = 1,
 ) -> None:
-    """Check the class `kind`, set up with `parameters` as a configuration spells them.
+    """Check the plugin class `kind` with `parameters`, which are spelt as in a configuration.
 
-    `beside`: other plugin classes that it needs, as the index that a scorer names; installed ones
-    are known. `labels` and `headers`: of endpoints and requests, besides the usual ones, where it
-    goes by them. `selects`: a filter that may leave nobody. `by_order`: candidates that are equal to
-    it are ranked in the order in which they come. An index is best given small limits: more than
-    `_TOLD` requests are recorded in it, after which it must not grow.
+    - `beside`: other plugin classes that it needs, such as the index that a scorer names. Installed
+      plugins are known.
+    - `labels` and `headers`: additional labels of endpoints and headers of requests that the plugin
+      uses.
+    - `selects`: True for a filter that may drop every candidate.
+    - `by_order`: True if the plugin ranks candidates that are equal for it in their order.
 
-    Raises `ContractError` at the first thing that is not as it must be. Takes about a second.
+    An index needs small limits: more than `_TOLD` requests are recorded in it, after which it must
+    not grow.
+
+    Raises `ContractError` at the first violation. The check takes about a second.
     """
     verbs = [verb for verb in _VERBS if callable(getattr(kind, verb, None))]
     if not (issubclass(kind, Struct) and len(verbs) == 1):
         raise ContractError(
-            f"{kind.__name__} is no plugin: expected a msgspec.Struct with one of "
-            f"the verbs {', '.join(_VERBS)}"
+            f"{kind.__name__} is not a plugin: expected a msgspec.Struct with one of "
+            f"the methods {', '.join(_VERBS)}"
         )
     subject = _Subject(
         kind=kind,
@@ -169,10 +179,11 @@ def check_plugin(  # noqa: PLR0913  what an author may say of it
 def _check_class(subject: _Subject) -> None:
     kind = subject.kind
     name = getattr(kind, "type_name", None)
-    subject.expect(isinstance(name, str) and bool(name), "expected a type_name, a str")
+    subject.expect(isinstance(name, str) and bool(name), "expected a type_name of type str")
     subject.expect(
         bool(kind.__struct_config__.frozen) and bool(kind.__struct_config__.forbid_unknown_fields),
-        "expected a struct that is frozen and forbids unknown fields, as those of Parameters are",
+        "expected a struct that is frozen and forbids unknown fields, like subclasses of "
+        "Parameters",
     )
     fault = declaration_fault(kind)
     subject.expect(not fault, f"it {fault}")
@@ -195,8 +206,8 @@ def _check_opinions(subject: _Subject) -> None:
         found = _answered(subject, plugin, asked, pool, case)
         again = _answered(subject, plugin, asked, pool, case)
         another = _answered(subject, subject.made(), asked, pool, case)
-        subject.expect(_same(found, again), "asked twice it answers differently", case)
-        subject.expect(_same(found, another), "another instance answers differently", case)
+        subject.expect(_same(found, again), "two equal calls return different results", case)
+        subject.expect(_same(found, another), "another instance returns a different result", case)
         subject.expect(_unchanged(before, _contents(pool)), "it changed the candidates", case)
         subject.expect(asked_before == _said(asked), "it changed the request", case)
         if not subject.by_order:
@@ -204,7 +215,7 @@ def _check_opinions(subject: _Subject) -> None:
             shuffled = _answered(subject, plugin, asked, pool.take(order), case)
             subject.expect(
                 _alike(found[order], shuffled),
-                "candidates in another order get other answers; if it goes by that say "
+                "candidates in another order get other results; if that is intended, pass "
                 "`by_order=True`",
                 case,
             )
@@ -216,7 +227,9 @@ def _check_opinions(subject: _Subject) -> None:
 
 
 def _check_reads(subject: _Subject, reads: ReadsObserved, case: int) -> None:
-    """What it reads and did not declare would be missing one day, or scores be kept while it changes."""
+    """Check declared reads: with an undeclared one, data could be missing or scores cached although
+    it changes.
+    """
     declared = subject.abilities.reads
     if declared is not None:
         undeclared = ", ".join(sorted(reads.names - {*declared}))
@@ -225,7 +238,7 @@ def _check_reads(subject: _Subject, reads: ReadsObserved, case: int) -> None:
         )
     elif subject.abilities.reads_index and subject.made().producer is None:
         undeclared = ", ".join(sorted(reads.names & {*PREFIX_READS}))
-        subject.expect(not undeclared, f"it reads {undeclared}, and its producer is None", case)
+        subject.expect(not undeclared, f"it reads {undeclared}, but its producer is None", case)
 
 
 def _check_cost(
@@ -236,7 +249,7 @@ def _check_cost(
     scores: Any,
     case: int,
 ) -> None:
-    """What it tells of its cost is what it scores by: the same for each unit."""
+    """Check that scores fall linearly with the reported cost."""
     unit: object = plugin.cost_unit
     subject.expect(
         isinstance(unit, str) and bool(unit), 'cost_unit must be a str such as "s"', case
@@ -258,7 +271,7 @@ def _check_cost(
     expected = scores[least] + (cost - cost[least]) * slope
     subject.expect(
         bool(slope <= 0.0 and np.allclose(scores, expected, atol=_COST_TOLERANCE)),
-        f"scores {scores.tolist()} of costs {cost.tolist()} do not fall by as much for each unit",
+        f"scores {scores.tolist()} of costs {cost.tolist()} do not fall linearly with the cost",
         case,
     )
 
@@ -266,7 +279,7 @@ def _check_cost(
 def _answered(
     subject: _Subject, plugin: Any, asked: InferenceRequest, pool: Candidates, case: int
 ) -> Any:
-    """What `keep` or `score` returns, checked; NaN for None."""
+    """Return the checked result of `keep` or `score`, with NaN for None."""
     n = len(pool)
     try:
         found = getattr(plugin, subject.verb)(asked, pool)
@@ -279,7 +292,9 @@ def _answered(
         fault = array_fault(found, BOOLS, n)
         subject.expect(not fault, f"keep returned {fault}", case)
         subject.expect(
-            subject.selects or bool(found.any()), "it leaves nobody; say `selects=True`", case
+            subject.selects or bool(found.any()),
+            "it drops every candidate; pass `selects=True` if it may",
+            case,
         )
         return found.copy()
     if found is None:
@@ -304,17 +319,19 @@ def _check_picker(subject: _Subject) -> None:
         for _ in range(2):
             pool = candidates(n)
             before = _contents(pool)
-            # Its own, to use as scratch.
+            # A picker may use its copy as scratch space.
             given = sums.copy()
             reads = ReadsObserved()
             watched = reads.candidates(pool)
-            chosen = subject.made().pick(given, watched, Random(seed), rotation)  # noqa: S311  dice
+            chosen = subject.made().pick(given, watched, Random(seed), rotation)  # noqa: S311  not for security
             _check_reads(subject, reads, case)
             fault = positions_fault(chosen, n)
             subject.expect(not fault, f"pick returned {fault}", case)
             subject.expect(_unchanged(before, _contents(pool)), "it changed the candidates", case)
             found.append(chosen.tolist())
-        subject.expect(found[0] == found[1], "with the same dice it picks differently", case)
+        subject.expect(
+            found[0] == found[1], "two calls with the same random generator pick differently", case
+        )
 
 
 # Indexes.
@@ -325,24 +342,24 @@ def _check_index(subject: _Subject) -> None:
     abilities = subject.abilities
     index: Any = settings.open()
     missing = missing_verbs(abilities, index)
-    subject.expect(not missing, f"it has not what it declares: {', '.join(missing)}")
+    subject.expect(not missing, f"it does not have what it declares: {', '.join(missing)}")
     declared = asdict(abilities)
     for ability, verbs in VERBS.items():
         has_all = all(callable(getattr(index, verb, None)) for verb in verbs)
         subject.expect(
             not ability or declared[ability] or not has_all,
-            f"it has {', '.join(verbs)}, and does not declare that it {ability}",
+            f"it has {', '.join(verbs)} but does not declare {ability}",
         )
-    subject.expect(isinstance(settings.adopt(index), bool), "adopt returned no bool")
+    subject.expect(isinstance(settings.adopt(index), bool), "adopt did not return a bool")
     subject.expect(
-        settings.adopt(object()) is False, "adopt took an index of another kind: expected False"
+        settings.adopt(object()) is False, "adopt accepted an index of another type, expected False"
     )
     random = _random(subject, 0)
     now = NOW_S
     for step in range(_TOLD):
         now = _told(subject, index, random, step, now)
     asked = [_request(subject, random) for _ in range(20)]
-    # One that nothing was ever sent to.
+    # No request was ever sent to this slot.
     stranger = _SLOTS
     for slot in range(_SLOTS):
         index.forget(slot)
@@ -351,8 +368,8 @@ def _check_index(subject: _Subject) -> None:
             for name, column in {"matched": known.matched, **known.columns}.items():
                 subject.expect(
                     _same(column[slot : slot + 1], column[stranger:]),
-                    f"{name} of an endpoint that was forgotten is {column[slot]}, of one that was "
-                    f"never there {column[stranger]}",
+                    f"{name} of a forgotten endpoint is {column[slot]}, but "
+                    f"{column[stranger]} of an endpoint that never existed",
                 )
     for step in range(_TOLD):
         now = _told(subject, index, random, step, now)
@@ -362,13 +379,13 @@ def _check_index(subject: _Subject) -> None:
     after = _held_bytes(index)
     subject.expect(
         after <= _GROWTH_MAX * before + _GROWTH_BYTES_MAX,
-        f"{_TOLD:,} requests make it {before:,} bytes large, three times as many more {after:,}: "
-        "expected a limit, or smaller parameters",
+        f"{_TOLD:,} requests make it {before:,} bytes large, three times as many more make it "
+        f"{after:,} bytes; it needs a limit, or smaller parameters",
     )
 
 
 def _told(subject: _Subject, index: Any, random: Random, step: int, now: float) -> float:
-    """One request is matched, recorded, sometimes taken back; then it is this late."""
+    """Match and record one request, and sometimes retract it. Return the later time."""
     asked = _request(subject, random, own=f"{step} {random.random()}")
     slot = random.randrange(_SLOTS)
     _matched(subject, index, asked, now, _SLOTS)
@@ -376,11 +393,11 @@ def _told(subject: _Subject, index: Any, random: Random, step: int, now: float) 
     if random.random() < 0.1:
         index.retract(asked, slot, recorded, now)
     if subject.abilities.shares and random.random() < 0.1:
-        # A peer may say anything.
+        # A peer may send any keys.
         index.learn([b"", bytes(200), random.randbytes(16)], slot, now - 1.0, now)
         index.learn(list(index.share(asked)), slot, now, now)
     if subject.abilities.corrected and random.random() < 0.05:
-        # An engine may count anything.
+        # An engine may report any count.
         error, size = random.uniform(-1.0, 1.0), random.uniform(1.0, 16.0)
         index.correct(Correction(slot=slot, error=error, bytes_per_token=size))
     if random.random() < 0.05:
@@ -393,7 +410,7 @@ def _told(subject: _Subject, index: Any, random: Random, step: int, now: float) 
 def _matched(
     subject: _Subject, index: AffinityIndex, asked: InferenceRequest, now: float, slots: int
 ) -> Affinity:
-    """What `match` answers, checked, and that it answers it again."""
+    """Return the checked result of `match`, which must be the same for a second call."""
     found, again = (index.match(asked, slots, now) for _ in range(2))
     fault = affinity_fault(found, slots)
     subject.expect(not fault, f"match returned {fault}")
@@ -404,12 +421,14 @@ def _matched(
     )
     same = _same(found.matched, again.matched) and found.total == again.total
     same = same and _unchanged(found.columns, again.columns)
-    subject.expect(same, "asked twice match answers differently: it must change nothing")
+    subject.expect(
+        same, "two equal calls of match return different results: it must change nothing"
+    )
     return found
 
 
 def _held_bytes(root: object) -> int:
-    """Of all that is reached from it, code left out."""
+    """Return the size of all objects reachable from `root`, except code."""
     seen: set[int] = set()
     waiting = [root]
     total = 0
@@ -425,7 +444,7 @@ def _held_bytes(root: object) -> int:
     return total
 
 
-# Through the scheduler.
+# Churn in the scheduler.
 
 
 def _check_churn(subject: _Subject) -> None:
@@ -435,19 +454,21 @@ def _check_churn(subject: _Subject) -> None:
         for _ in range(2)
     )
     failing = [f"{one.name}: {one.what}" for one in first.scheduler.failures]
-    subject.expect(not failing, f"in churn {'; '.join(failing)}")
+    subject.expect(not failing, f"in churn it fails: {'; '.join(failing)}")
     subject.expect(
         subject.selects or all(first.went),
-        "in churn a request was refused while endpoints were there",
+        "in churn a request was refused although endpoints were ready",
     )
-    subject.expect(first.went == second.went, "in churn the same dice fall differently")
-    subject.expect(first.scheduler.ledger.open_leases == 0, "in churn a request was not let go")
+    subject.expect(first.went == second.went, "in churn two runs with the same seed differ")
+    subject.expect(
+        first.scheduler.ledger.open_leases == 0, "in churn a request that ended is still in flight"
+    )
     differing = strangers_differ(first)
-    subject.expect(not differing, f"after churn strangers differ in {differing}")
+    subject.expect(not differing, f"after churn, new endpoints inherit {differing} from old ones")
 
 
 def _settings(subject: _Subject) -> SchedulerSettings:
-    """A configuration of one profile with the plugin in it."""
+    """Return the settings of one profile with the plugin in it."""
     name = subject.kind.type_name
     declared: dict[str, object] = {"type": name, "parameters": dict(subject.parameters)}
     others = {"keep": "queue-scorer", "pick": "prefix-cache-scorer", "open": "queue-scorer"}
@@ -465,16 +486,16 @@ def _settings(subject: _Subject) -> SchedulerSettings:
         raise ContractError(f"{subject.kind.__name__}: {problem}") from problem
     settings = build_settings(config)
     if subject.verb == "open":
-        # Whatever reads it, it is told everything.
+        # The scheduler reports everything to an index, whether or not a plugin reads it.
         return replace(settings, indexes={**settings.indexes, name: subject.made()})
     return settings
 
 
-# What is drawn.
+# Random values.
 
 
 def _random(subject: _Subject, case: int) -> Random:
-    return Random(f"{subject.seed}:{case}")  # noqa: S311  dice, not secrets
+    return Random(f"{subject.seed}:{case}")  # noqa: S311  not for security
 
 
 def _request(subject: _Subject, random: Random, own: str = "") -> InferenceRequest:
@@ -492,13 +513,13 @@ def _request(subject: _Subject, random: Random, own: str = "") -> InferenceReque
 
 
 def _prompt(random: Random, own: str) -> bytes:
-    """What is its own comes first or last: it shares nothing with others, or what comes first."""
+    """Return a prompt whose own part comes first (nothing shared) or last (a shared beginning)."""
     parts = [prompt(random), own.encode()]
     return b"".join(reversed(parts) if random.random() < 0.5 else parts)
 
 
 def _pool(subject: _Subject, plugin: Any, asked: InferenceRequest, random: Random) -> Candidates:
-    """1 to 6 endpoints of any state."""
+    """Return 1 to 6 endpoints in random states."""
     n = random.randint(1, _SLOTS)
     total = random.randint(0, 5)
 
@@ -534,7 +555,7 @@ def _pool(subject: _Subject, plugin: Any, asked: InferenceRequest, random: Rando
 
 
 def _attributes(subject: _Subject, plugin: Any, random: Random) -> Mapping[str, float]:
-    """What an endpoint tells of the attribute that it goes by, if it does."""
+    """Return a random value of the attribute that the plugin reads, or nothing."""
     if not subject.abilities.reads_attribute or random.random() < 0.2:
         return {}
     return {plugin.attribute_key: random.choice([0.0, 1.0, random.random(), 1e15])}
@@ -543,12 +564,12 @@ def _attributes(subject: _Subject, plugin: Any, random: Random) -> Mapping[str, 
 def _affinities(
     subject: _Subject, plugin: Any, asked: InferenceRequest, random: Random, n: int
 ) -> Iterator[tuple[str, Affinity]]:
-    """What the index that it names knows, after some requests."""
+    """Yield the match of the index that the plugin names, after some requests."""
     if not subject.abilities.reads_index or not plugin.producer:
         return
     kind = subject.tables.indexes.get(plugin.producer_type)
     subject.expect(
-        kind is not None, f"there is no index of type {plugin.producer_type}; name it in `beside`"
+        kind is not None, f"there is no index of type {plugin.producer_type}; pass it in `beside`"
     )
     assert kind is not None
     if kind.type_name == PREFIX:
@@ -576,7 +597,7 @@ def _adapters(random: Random) -> AdapterReport | None:
 
 
 def _with(tables: PluginTables, kinds: Sequence[type[Any]]) -> PluginTables:
-    """The tables with these classes in them, in the place of others of their type."""
+    """Return the tables with these classes, which replace others of the same type."""
     changed: dict[str, dict[str, Any]] = {
         name: dict(getattr(tables, name)) for name in _VERBS.values()
     }
@@ -587,11 +608,11 @@ def _with(tables: PluginTables, kinds: Sequence[type[Any]]) -> PluginTables:
     return replace(tables, **changed)
 
 
-# What is compared.
+# Comparisons.
 
 
 def _contents(pool: Candidates) -> dict[str, Any]:
-    """Every array behind the candidates, copied."""
+    """Return copies of all arrays behind the candidates."""
     held = (vars(pool._columns) | pool._columns.attributes).items()
     arrays = {name: value.copy() for name, value in held if isinstance(value, np.ndarray)}
     known = pool._affinities.items()
@@ -610,7 +631,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Sums may come out in another order."""
+    """Compare with a tolerance, because sums may be added up in another order."""
     one, other = one.astype(np.float64), other.astype(np.float64)
     return np.allclose(one, other, rtol=_ENOUGH, atol=_ENOUGH, equal_nan=True)
 

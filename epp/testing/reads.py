@@ -1,4 +1,4 @@
-"""What a plugin reads, observed: so that it can be compared with what it declares."""
+"""An observer of the columns and fields that a plugin reads, to compare them with its declaration."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -16,7 +16,7 @@ _OF_CANDIDATES: Final[Mapping[str, str]] = {
     "name_of": "endpoints",
     "prefix_match": "matched_blocks",
 }
-"""Another way to a column -> the name by which it is declared."""
+"""Declared name of a column, by the other names under which it can be read."""
 _OF_REQUEST: Final[Mapping[str, str]] = {
     **dict.fromkeys(("chains", "chains_of", "tails", "tails_of", "block_hash"), "prompts"),
     "media_items": "media",
@@ -24,21 +24,21 @@ _OF_REQUEST: Final[Mapping[str, str]] = {
     **dict.fromkeys(("first_text", "opening", "segments", "cache_salt", "api"), "prompts"),
 }
 _ANYBODY: Final = frozenset({"slot", "block_tokens", "take", "affinity"})
-"""Of the candidates, read by whoever reads any column; and what says itself what was read."""
+"""Members of candidates that need no declaration, or that record their own reads."""
 
 
 class ReadsObserved:
-    """Stands for a request and for candidates while a plugin is asked, and notes what it reads."""
+    """A stand-in for a request and candidates that records what a plugin reads."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
 
     def request(self, of: InferenceRequest) -> Any:
-        """`of`, observed."""
+        """Return an observed stand-in for `of`."""
         return _Watched(of, self, _OF_REQUEST)
 
     def candidates(self, of: Candidates) -> Any:
-        """`of`, observed."""
+        """Return observed stand-ins for the candidates `of`."""
         return _WatchedCandidates(of, self, _OF_CANDIDATES)
 
 

@@ -90,15 +90,18 @@ def fail(request, candidates):
         (scoring(spoil), "changed the candidates"),
         (scoring(rename), "changed the request"),
         (scoring(lambda _, some: np.linspace(0, 1, len(some))), "in another order"),
-        (Counting, "asked twice it answers differently"),
+        (Counting, "two equal calls return different results"),
         (able(reads=("kv_cache_usage",)), "it reads inflight_requests, not in the `reads` of its"),
         (able(reads=("queue",)), "it reads .'queue',., expected a tuple of names among waiting_r"),
         (broken(reads=()), "it has a class variable reads, which belongs in its abilities"),
-        (broken(session_of=fail), "it has session_of, expected goes_by_sessions=True in its abi"),
+        (
+            broken(session_of=fail),
+            "it has session_of but does not declare goes_by_sessions=True in its abi",
+        ),
         (able(tells_cost=True), "it declares tells_cost but has no cost_unit, cost_parts"),
         (broken(type_name=""), "expected a type_name"),
         (naming("nothing", "nothing"), "no index of type nothing"),
-        (naming("approx-prefix-cache-producer", None), "uncached_tokens, and its producer is None"),
+        (naming("approx-prefix-cache-producer", None), "uncached_tokens, but its producer is None"),
     ],
 )
 def test_a_scorer_that_breaks_it_is_told(kind, said):
@@ -136,11 +139,11 @@ def test_a_cost_that_is_what_is_scored_by_passes():
         ({"cost_parts": lambda *_: {"all": [1.0]}}, "cost_parts returned list"),
         (
             {"cost_parts": lambda _, __, some: {"all": -1.0 * some.inflight_requests}},
-            "do not fall by as much for each unit",
+            "do not fall linearly with the cost",
         ),
         (
             {"cost_parts": lambda _, __, some: {"all": some.inflight_requests**2.0}},
-            "do not fall by as much for each unit",
+            "do not fall linearly with the cost",
         ),
     ],
 )
@@ -177,7 +180,7 @@ def test_parameters_that_are_refused_are_told():
 @pytest.mark.parametrize("kind", [int, Parameters, type("Both", (Fair,), {"keep": Fair.score})])
 def test_what_is_no_plugin_is_told(kind):
     """A struct with one of the verbs, not none and not two."""
-    with pytest.raises(ContractError, match="is no plugin"):
+    with pytest.raises(ContractError, match="is not a plugin"):
         check_plugin(kind)
 
 
@@ -195,7 +198,7 @@ class Zone(Parameters, frozen=True):
 def test_a_filter_that_leaves_nobody_has_to_say_so():
     """And is given labels and headers that matter to it."""
     given = {"labels": [{"zone": "a"}, {"zone": "b"}], "headers": [{"x-zone": "b"}]}
-    with pytest.raises(ContractError, match="leaves nobody"):
+    with pytest.raises(ContractError, match="drops every candidate"):
         check_plugin(Zone, **given)
     check_plugin(Zone, **given, selects=True)
     with pytest.raises(ContractError, match="keep returned float64"):
@@ -235,7 +238,7 @@ class First(Parameters, frozen=True):
         (lambda self, scores, some, random, rotation, /: 0, "pick returned int"),
         (
             lambda self, scores, some, random, rotation, /: np.array([next(TURNS) % len(some)]),
-            "picks differently",
+            "pick differently",
         ),
     ],
 )
@@ -325,19 +328,19 @@ def remembering(self, request, slots, now):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (opening(forget=lambda self, slot: None), "an endpoint that was forgotten"),
+        (opening(forget=lambda self, slot: None), "of a forgotten endpoint"),
         (opening(match=lambda self, request, slots, now: None), "match returned NoneType"),
         (
             opening(match=lambda *_: Affinity(np.full(_[2], 2, dtype=np.int64), 1)),
             "expected 0 to its total 1",
         ),
-        (opening(match=remembering), "asked twice match answers differently"),
-        (broken(SessionsSettings, adopt=lambda self, index: True), "index of another kind"),
-        (broken(SessionsSettings, adopt=lambda self, index: None), "adopt returned no bool"),
-        (opening(measures=lambda self: None), "it has measures, and does not declare that it meas"),
+        (opening(match=remembering), "two equal calls of match return different results"),
+        (broken(SessionsSettings, adopt=lambda self, index: True), "index of another type"),
+        (broken(SessionsSettings, adopt=lambda self, index: None), "adopt did not return a bool"),
+        (opening(measures=lambda self: None), "it has measures but does not declare meas"),
         (
             broken(SessionsSettings, abilities=Abilities(shares=True)),
-            "it has not what it declares: share, learn, shared_entries",
+            "it does not have what it declares: share, learn, shared_entries",
         ),
     ],
 )
@@ -349,7 +352,7 @@ def test_an_index_that_breaks_it_is_told(kind, said):
 
 def test_an_index_that_grows_is_told():
     """Without a limit, or with one that is too large to be reached."""
-    with pytest.raises(ContractError, match="expected a limit"):
+    with pytest.raises(ContractError, match="it needs a limit"):
         check_plugin(SessionsSettings, {"limit": 10**9})
 
 

@@ -1,1 +1,1 @@
-"""What a scheduler was told and decided: noted while it runs, and done again later."""
+"""The capture of a scheduler's inputs and decisions, and their re-enactment."""

@@ -1,8 +1,9 @@
-"""What a scheduler was told and decided, one event a line, in the order in which it was.
+"""The events of a capture: a scheduler's inputs and decisions, one event per line, in order.
 
-Fed to a scheduler with the same seed in the same order, they make it decide the same again: it has
-no clock and no dice of its own. What is not told is what clients wrote: models, sessions and salts
-are keyed hashes, and so are the blocks of the requests, which are in the lines of the capture.
+A scheduler with the same seed that receives them in the same order decides the same again, because
+it has no clock and no unseeded randomness. Text written by clients is not in the events. Models,
+sessions and salts are keyed hashes. So are the blocks of the requests, which are in the request
+lines of the capture.
 """
 
 from array import array
@@ -29,7 +30,7 @@ from epp.core.types import (
 EVENTS_FORMAT: Final = "homing-events"
 EVENTS_VERSION: Final = 1
 _UNDECIDING: Final = frozenset({"ttft_sum_s", "tier_hit_tokens"})
-"""What a scrape tells and nothing is decided by."""
+"""Scraped values that no decision depends on."""
 
 
 class _Event(
@@ -42,23 +43,23 @@ class _Event(
     tag=str.lower,
 ):
     at_s: Seconds = 0.0
-    """By the clock of the picker, exactly."""
+    """Exact time by the clock of the picker."""
 
 
 class Configured(_Event, frozen=True, kw_only=True):
-    """What is in force from here on: the document, and the flags that decide with it."""
+    """The configuration in force from here on: the document, and the flags that affect decisions."""
 
     generation: int
     hash: str
     document: str
     block_tokens: int = 64
-    """Of the blocks of the requests that follow."""
+    """Number of tokens in a block of the requests that follow."""
     metrics_staleness_s: Seconds
     refresh_interval_s: Seconds
     fallback_endpoints_max: int = 0
     lease_ttl_without_response_phase_s: Seconds = 60.0
     indexes_bytes: int | None = None
-    """What all prefix indexes together may take; None: what the document says."""
+    """Maximum memory of all prefix indexes together, or None if the document sets it."""
 
 
 class Member(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -75,7 +76,7 @@ class Member(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Replaced(_Event, frozen=True, kw_only=True):
-    """The pool is these from now on."""
+    """The pool consists of these endpoints from now on."""
 
     members: tuple[Member, ...]
 
@@ -85,62 +86,66 @@ class Observed(_Event, frozen=True, kw_only=True):
 
     slot: int
     page: EndpointMetrics | None = None
-    """As of `page_of`; None: as this endpoint's last one in this file."""
+    """Page as returned by `page_of`, or None if it equals the endpoint's previous page in this
+    file.
+    """
 
 
 class Opened(_Event, frozen=True, kw_only=True):
-    """The first line of a file. What follows `decisions` is for who has not read the file before."""
+    """The first line of a file. Fields from `decisions` on are for readers that have not read
+    earlier files.
+    """
 
     format: str
     version: int
     origin: str
-    """Of the process; its files are numbered from 0."""
+    """Origin of the process, whose files are numbered from 0."""
     file: int
     seed: int
     salt: str
-    """`Salt.identity`."""
+    """Value of `Salt.identity`."""
     share: float
-    """Of the sessions that are captured."""
+    """Share of the sessions that are captured."""
     unix_s: float
-    """What is to be added to `at_s` for the time since 1970."""
+    """Offset from `at_s` to the time since 1970."""
     decisions: int = 0
-    """Of the scheduler, before this file."""
+    """Number of decisions before this file."""
     configured: Configured | None = None
     replaced: Replaced | None = None
     observed: tuple[Observed, ...] = ()
-    """The last of each endpoint."""
+    """Last observation of each endpoint."""
 
 
 class Unanswered(_Event, frozen=True, kw_only=True):
-    """A scrape in vain."""
+    """A failed scrape."""
 
     slot: int
     answered: bool
 
 
 class Scheduled(_Event, frozen=True, kw_only=True):
-    """A request was asked for, and this was decided."""
+    """A request and the decision about it."""
 
     request: int
-    """Its number; from 0, of those that are captured."""
+    """Number of the request among the captured ones, from 0."""
     slot: int
-    """Where it went; -1: nowhere."""
+    """Slot of the endpoint, or -1 if the request was refused."""
     decision: int = 0
-    """Its number; 0: it was refused."""
+    """Number of the decision, or 0 if the request was refused."""
     matched_blocks: int = 0
-    """What the endpoint was believed to hold."""
+    """Number of blocks that the endpoint was estimated to have cached."""
     ready: int = 0
     refused: str = ""
-    """The reason."""
+    """Reason of a refusal, or ""."""
     api: ApiKind = ApiKind.OPAQUE
     stream: bool = False
     subset: tuple[int, ...] | None = None
-    """Slots that the gateway allowed and that were ready; None: it allowed all."""
+    """Ready slots that the gateway allowed, or None if it allowed all."""
     replicas_unheard: int = 0
 
 
 class Reported(_Event, frozen=True, kw_only=True):
-    """A response said how loaded its endpoint is."""
+    """A response reported the load of its endpoint."""
 
     request: int
     waiting_requests: float | None = None
@@ -153,11 +158,11 @@ class FirstOutput(_Event, frozen=True, kw_only=True):
 
 
 class Rescheduled(_Event, frozen=True, kw_only=True):
-    """The gateway says that another endpoint serves it."""
+    """The gateway reported that another endpoint serves the request."""
 
     request: int
     slot: int
-    """-1: none of the pool."""
+    """Slot of the endpoint, or -1 if it is not in the pool."""
 
 
 class Completed(_Event, frozen=True, kw_only=True):
@@ -166,11 +171,11 @@ class Completed(_Event, frozen=True, kw_only=True):
     status: int | None = None
     by_gateway: bool = False
     retry_after_s: Seconds | None = None
-    """What a 429 or 503 asked for; None: it did not say."""
+    """Pause that a 429 or 503 requested, or None if it requested none."""
 
 
 class Ticked(_Event, frozen=True, kw_only=True):
-    """Housekeeping."""
+    """The scheduler did its housekeeping."""
 
 
 class MemoryLimited(_Event, frozen=True, kw_only=True):
@@ -181,12 +186,14 @@ PLAIN: Final[Mapping[type[Input], type[_Event]]] = {
     IndexMemoryLimited: MemoryLimited,
     Tick: Ticked,
 }
-"""Inputs that are noted as they are -> their events, which have the same fields and the time. Nothing
-that clients wrote may be in them."""
+"""Events of the inputs that are recorded unchanged; each has the fields of the input and the time.
+
+These inputs must not contain text written by clients.
+"""
 
 
 def plain_event(given: Input, now: Seconds) -> "Event | None":
-    """What is noted of an input that is `PLAIN`; None: it is another."""
+    """Return the event of an input that is in `PLAIN`, or None for another input."""
     kind = PLAIN.get(type(given))
     if kind is None:
         return None
@@ -195,7 +202,7 @@ def plain_event(given: Input, now: Seconds) -> "Event | None":
 
 
 def plain_input(event: "Event") -> Input | None:
-    """The input again; None: the event is of another."""
+    """Return the input of an event that is in `PLAIN`, or None for another event."""
     kind = _PLAIN_INPUTS.get(type(event))
     if kind is None:
         return None
@@ -208,33 +215,37 @@ _PLAIN_INPUTS: Final = {event: given for given, event in PLAIN.items()}
 
 
 class Learnt(_Event, frozen=True, kw_only=True):
-    """Peers told so much since the last of these; what it was is not noted."""
+    """The number of records that peers shared since the previous such event; their content is not
+    captured.
+    """
 
     records: int
 
 
 class Blocks(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Keys over token ids, of one tier; keyed hashes, eight bytes each, as blocks of requests are."""
+    """Keys over token ids in one tier: keyed hashes of eight bytes each, like the blocks of
+    requests.
+    """
 
     held: bool = True
-    """From here on; False: not any more."""
+    """True if the blocks were stored, False if they were removed."""
     tier: str = DEVICE
     keys: bytes
 
 
 class Told(_Event, frozen=True, kw_only=True):
-    """An engine said what it holds, or holds no more."""
+    """An engine reported blocks that it stored or removed."""
 
     slot: int
     cleared: bool = False
-    """Before that, all that it held was gone."""
+    """True if all cached blocks of the rank were cleared before."""
     engine_block_tokens: int = 0
     blocks: tuple[Blocks, ...] = ()
     rank: int = 0
 
 
 class Streamed(_Event, frozen=True, kw_only=True):
-    """How much counts what an engine says."""
+    """The state of an engine's KV event stream changed."""
 
     slot: int
     state: StreamState
@@ -243,14 +254,14 @@ class Streamed(_Event, frozen=True, kw_only=True):
 
 
 class Voided(_Event, frozen=True, kw_only=True):
-    """What an engine said so far does not hold."""
+    """The events of an engine so far became invalid."""
 
     slot: int
     rank: int = 0
 
 
 class Lost(_Event, frozen=True, kw_only=True):
-    """So many events before this one are missing."""
+    """The number of missing events before this one."""
 
     events: int
 
@@ -277,7 +288,7 @@ Event: TypeAlias = (
 
 
 class Asked(Struct, frozen=True, gc=False):
-    """What a request asks, as far as it decides where it goes."""
+    """The parts of a request that affect its placement."""
 
     model: str
     cache_salt: str
@@ -286,17 +297,17 @@ class Asked(Struct, frozen=True, gc=False):
     output_tokens_max: int | None
     priority: int
     chains: tuple[bytes, ...]
-    """Of the block size that is captured: one a prompt, native byte order."""
+    """Chain of each prompt at the captured block size, in native byte order."""
     token_chains: tuple[bytes, ...] = ()
-    """The same over token ids, where they are known."""
+    """Chain of each prompt over its token ids, if they are known."""
     media: tuple[bytes, ...] = ()
-    """Of images and the like, where an index goes by them."""
+    """Hashes of images and other media, if an index uses them."""
     known_tokens: int = 0
-    """As `prompt_tokens`, by the token ids of the prompts; 0: they are not known."""
+    """Number of prompt tokens by their token ids; 0 if unknown."""
 
 
 class Seen(Struct, frozen=True, gc=False):
-    """`Observed`, before names of adapters are hashed."""
+    """The event `Observed` before adapter names are hashed."""
 
     at_s: Seconds
     slot: int
@@ -304,7 +315,7 @@ class Seen(Struct, frozen=True, gc=False):
 
 
 class Ended(Struct, frozen=True, gc=False):
-    """`Completed`, and what the engine said it took."""
+    """The event `Completed`, with the usage that the engine reported."""
 
     event: Completed
     output_tokens: int | None
@@ -312,7 +323,7 @@ class Ended(Struct, frozen=True, gc=False):
 
 
 class Decided(Struct, frozen=True, gc=False):
-    """`Scheduled`, what was asked, and the name of the endpoint where it went."""
+    """The event `Scheduled`, with the request and the name of its endpoint."""
 
     event: Scheduled
     asked: Asked
@@ -320,7 +331,7 @@ class Decided(Struct, frozen=True, gc=False):
 
 
 class Heard(Struct, frozen=True, gc=False):
-    """`Told`, before keys are hashed."""
+    """The event `Told` before keys are hashed."""
 
     at_s: Seconds
     slot: int
@@ -331,11 +342,11 @@ class Heard(Struct, frozen=True, gc=False):
 
 
 Note: TypeAlias = Event | Seen | Decided | Ended | Heard
-"""What a witness tells; what clients wrote is in it as they wrote it."""
+"""Records of a witness; they contain text as clients wrote it."""
 
 
 def told_of(heard: Heard, salt: Salt) -> Told:
-    """What can be written of what an engine said."""
+    """Return the event for an engine's report, with hashed keys."""
     return Told(
         at_s=heard.at_s,
         slot=heard.slot,
@@ -354,7 +365,7 @@ def told_of(heard: Heard, salt: Salt) -> Told:
 
 
 def changes_of(told: Told) -> list[Changed]:
-    """The same again, with the keys that are written."""
+    """Return the block changes of an event, with its hashed keys."""
     return [
         Changed(blocks.held, blocks.tier, array("Q", packed_chain(blocks.keys)).tolist())
         for blocks in told.blocks
@@ -362,7 +373,7 @@ def changes_of(told: Told) -> list[Changed]:
 
 
 def page_of(metrics: EndpointMetrics, salt: Salt) -> EndpointMetrics:
-    """What is written of a scrape: what decides and is told, and nothing else; adapters by keyed hashes."""
+    """Return the parts of a scrape that affect decisions, with adapters as keyed hashes."""
     page: dict[str, Any] = {
         name: default if value != value or name in _UNDECIDING else value  # noqa: PLR0124  NaN
         for name, default, value in zip(
@@ -378,12 +389,12 @@ def page_of(metrics: EndpointMetrics, salt: Salt) -> EndpointMetrics:
 
 
 def same_page(one: EndpointMetrics, other: EndpointMetrics) -> bool:
-    """Whether two of `page_of` tell the same: what they do not tell is the very same NaN."""
+    """Return whether two results of `page_of` are equal; unknown values are the very same NaN."""
     return one is other or msgspec.structs.astuple(one) == msgspec.structs.astuple(other)
 
 
 def member_of(slot: int, endpoint: Endpoint) -> Member:
-    """What can be written of an endpoint: all but where it is scraped."""
+    """Return the record of an endpoint, without its metrics target."""
     return Member(
         slot=slot,
         endpoint_id=endpoint.endpoint_id,
@@ -397,7 +408,7 @@ def member_of(slot: int, endpoint: Endpoint) -> Member:
 
 
 def endpoint_of(member: Member) -> Endpoint:
-    """The endpoint again."""
+    """Return the endpoint of a record."""
     return Endpoint(
         endpoint_id=member.endpoint_id,
         name=member.name,

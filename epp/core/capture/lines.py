@@ -1,6 +1,8 @@
-"""One request in Homing's capture format, and the hashes that stand for what is not told.
+"""The line of one request in Homing's capture format, and the hashes that replace confidential
+values.
 
-See docs/capture-format.md. A capture tells who asked when, how much, and which prompts begin alike.
+See docs/capture-format.md. A capture shows the times and sizes of requests, and which prompts begin
+alike.
 """
 
 import hashlib
@@ -21,46 +23,48 @@ from epp.core.types import Seconds
 FORMAT_NAME: Final = "homing-capture"
 VERSION: Final = 1
 SALT_BYTES_MIN: Final = 16
-"""Nobody tries so many keys."""
+"""Minimum size of a salt, which makes trying all keys infeasible."""
 SALT_BYTES_MAX: Final = 64
-"""The longest key that BLAKE2b takes."""
+"""Maximum size of a salt, which is the longest key of BLAKE2b."""
 AES_KEY_BYTES: Final = 16
 NAMES_MAX: Final = 1_024
-"""Whose hashes are kept: models come with each request, and sessions with each of their turns."""
+"""Maximum number of names with cached hashes; models come with each request, sessions with each
+turn.
+"""
 
 Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=10_000_000)]
-"""Length of a prompt; more is taken for a mistake."""
+"""Length of a prompt; a larger value counts as an error."""
 TokenCount: TypeAlias = Annotated[int, Meta(ge=0, le=10_000_000)]
-"""A length as traces have it: 0 where a request failed or was not counted."""
+"""Length in a trace; 0 if the request failed or its tokens were not counted."""
 BlockId: TypeAlias = Annotated[int, Meta(ge=0)]
-"""Of 64 bits, unsigned."""
+"""Unsigned number of 64 bits."""
 _Positive: TypeAlias = Annotated[int, Meta(ge=1)]
 _Count: TypeAlias = Annotated[int, Meta(ge=0)]
 _Duration: TypeAlias = Annotated[float, Meta(ge=0)]
 
 
 class CaptureHeader(Struct, kw_only=True, omit_defaults=True):
-    """The first line."""
+    """The first line of a file."""
 
     format: str
     version: int
     block_tokens: _Positive = 64
-    """Of the blocks in `blocks`."""
+    """Number of tokens in a block of `blocks`."""
     source: str = ""
-    """Free text: what was captured or converted."""
+    """Free text about the captured or converted source."""
 
 
 class CaptureLine(Struct, kw_only=True, omit_defaults=True, gc=False):
-    """One request. Unknown members are skipped, so that a version may grow."""
+    """One request. Unknown members are skipped, so that the format can grow."""
 
     time_s: Seconds
     prompt_tokens: Tokens
     output_tokens: TokenCount
     output_tokens_max: _Positive | None = None
     blocks: bytes = b""
-    """Eight bytes, little-endian, for each block; base64 in the file."""
+    """Hash of each block, eight bytes, little-endian; base64 in the file."""
     parts: tuple[tuple[BlockId, _Positive], ...] = ()
-    """Instead of `blocks`: (id, tokens) of stretches of different lengths."""
+    """Stretches of different lengths as (id, tokens), instead of `blocks`."""
     answer: BlockId | None = None
     model: str = ""
     adapter: str = ""
@@ -69,36 +73,38 @@ class CaptureLine(Struct, kw_only=True, omit_defaults=True, gc=False):
     turn: _Count = 0
     priority: int = 0
     headers: dict[str, str] = field(default_factory=dict)
-    """By name: those that plugins go by. Live captures have none."""
+    """Headers that plugins read, by name. Live captures have none."""
     after: _Count | None = None
     think_s: _Duration = 0.0
     first_token_s: _Duration | None = None
-    """Measured, from the arrival; nothing is replayed from these."""
+    """Measured time to first token from the arrival; replays do not use it."""
     end_s: _Duration | None = None
     cached_tokens: _Count | None = None
     status: int | None = None
     endpoint: str = ""
     estimated: bool = False
-    """`output_tokens` is a guess: nobody counted them."""
+    """True if `output_tokens` is an estimate, because no source counted them."""
     request: _Count | None = None
-    """Its number in the events of a live capture."""
+    """Number of the request in the events of a live capture."""
     more: tuple[bytes, ...] = ()
-    """As `blocks`, of the second prompt on, where a body has several."""
+    """Blocks of the second and further prompts of a body, like `blocks`."""
     token_blocks: tuple[bytes, ...] = ()
-    """As `blocks`, of each prompt, over the token ids that the engine reads."""
+    """Blocks of each prompt over the engine's token ids, like `blocks`."""
     known_tokens: TokenCount = 0
-    """As `prompt_tokens`, by the token ids, where these are another number; 0: they are not known."""
+    """Number of prompt tokens by the token ids, if it differs from `prompt_tokens`; 0 if unknown."""
     media: bytes = b""
-    """Eight bytes for each distinct image, audio or video, where plugins go by them."""
+    """Eight bytes for each distinct image, audio or video, if plugins use them."""
 
 
 def pack_blocks(blocks: Iterable[int]) -> bytes:
-    """Unsigned 64-bit ids as `CaptureLine.blocks` holds them."""
+    """Return unsigned 64-bit ids in the form of `CaptureLine.blocks`."""
     return _swapped(array("Q", blocks))
 
 
 def packed_chain(chain: bytes) -> bytes:
-    """A chain of hashes in native byte order as `CaptureLine.blocks` holds it, and back."""
+    """Return a chain of hashes in native byte order in the form of `CaptureLine.blocks`, or the
+    reverse.
+    """
     return chain if sys.byteorder == "little" else _swapped(array("Q", chain))
 
 
@@ -109,28 +115,30 @@ def _swapped(words: "array[int]") -> bytes:
 
 
 class Salt:
-    """Keyed hashes instead of what could be guessed and looked up: ids of blocks, names."""
+    """Keyed hashes that replace values that could be guessed: ids of blocks and names."""
 
     __slots__ = ("_encrypt", "_key", "_names")
 
     def __init__(self, key: bytes) -> None:
-        """`key` is a secret of up to 64 bytes; lost, it makes the ids meaningless for good."""
+        """Create hashes with `key`, a secret of up to 64 bytes. Without it, the ids cannot be
+        interpreted again.
+        """
         self._key = key
         self._names: dict[str, str] = {"": ""}
-        """That were hashed lately, with their hashes."""
+        """Recently hashed names with their hashes."""
         drawn = hashlib.blake2b(b"", digest_size=AES_KEY_BYTES, key=key, person=b"homing blocks")
-        # ECB leaves equal blocks equal, and that is what ids are for.
+        # ECB maps equal blocks to equal ids, as intended.
         self._encrypt = Cipher(AES(drawn.digest()), ECB()).encryptor().update  # noqa: S305
 
     def block(self, block: int) -> int:
-        """64 bits, unsigned, for as many: as of `blocks`."""
+        """Return the hash of one id, both unsigned numbers of 64 bits."""
         return int.from_bytes(self.blocks(block.to_bytes(HASH_BYTES, "little")), "little")
 
     def blocks(self, packed: bytes) -> bytes:
-        """A keyed hash for each id in `packed`, as `CaptureLine.blocks` holds them.
+        """Return a keyed hash for each id in `packed`, in the form of `CaptureLine.blocks`.
 
-        AES-128 of the id and eight zero bytes, cut to eight: a chain of 2,048 takes a call, where a
-        hash for each of its ids takes a hundred times as long.
+        The hash is AES-128 of the id and eight zero bytes, cut to eight bytes. A chain of 2,048 ids
+        takes one call; a separate hash for each id would take a hundred times as long.
         """
         if not packed:
             return b""
@@ -140,7 +148,7 @@ class Salt:
         return hashed[::2].tobytes()
 
     def name(self, name: str) -> str:
-        """16 hexadecimal digits, of BLAKE2b; "" stays ""."""
+        """Return 16 hexadecimal digits of BLAKE2b, or "" for ""."""
         known = self._names.get(name)
         if known is None:
             text = name.encode("utf-8", "surrogatepass")
@@ -152,11 +160,11 @@ class Salt:
 
     @property
     def identity(self) -> str:
-        """16 hexadecimal digits that captures under the same salt share, and no others."""
+        """Return 16 hexadecimal digits that are the same for all captures with the same salt."""
         digest = hashlib.blake2b(b"", digest_size=8, key=self._key, person=b"homing salt")
         return digest.hexdigest()
 
     def secret(self) -> int:
-        """64 bits that only who has the salt can know."""
+        """Return 64 bits that can be computed only with the salt."""
         digest = hashlib.blake2b(b"", digest_size=8, key=self._key, person=b"homing share")
         return int.from_bytes(digest.digest(), "little")

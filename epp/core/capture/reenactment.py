@@ -1,8 +1,9 @@
-"""A captured scheduler done again: the same inputs in the same order, each decision compared.
+"""The re-enactment of a captured scheduler: the same inputs in the same order, with each decision
+compared.
 
-After each decision the scheduler is put where the live one was: what went elsewhere is moved. So
-every decision is judged by what the live picker knew when it made it, and one difference is not
-followed by a hundred that come of it.
+After each decision, the scheduler is set to the live one's state: a request that went elsewhere is
+moved. Every decision is therefore judged by the knowledge of the live picker at that time, and one
+difference does not cause further ones.
 """
 
 import math
@@ -60,11 +61,11 @@ from epp.core.types import BYTES_PER_TOKEN, Endpoint, EndpointMetrics, Refusal
 
 DIFFERENCES_SHOWN_MAX: Final = 10
 _NOWHERE: Final = ""
-"""An address that no endpoint has."""
+"""Address that no endpoint has."""
 
 
 class Difference(StrEnum):
-    """Why a decision may differ, the first that is true."""
+    """The reason why a decision may differ; the first one that is true."""
 
     KNOWLEDGE = "the index knew another number of blocks"
     CANDIDATES = "another number of endpoints was ready"
@@ -72,7 +73,7 @@ class Difference(StrEnum):
 
 
 class Compared(Struct, frozen=True, kw_only=True):
-    """One decision that differs. Endpoints by name; a refusal by its reason."""
+    """One decision that differs. Endpoints are given by name, a refusal by its reason."""
 
     request: int
     live: str
@@ -81,73 +82,79 @@ class Compared(Struct, frozen=True, kw_only=True):
 
 
 class Reenacted(Struct, kw_only=True):
-    """What came of it, in decisions, refusals included."""
+    """The result of a re-enactment in numbers of decisions, including refusals."""
 
     decisions: int = 0
     same: int = 0
     differences: dict[Difference, int] = field(default_factory=dict)
     first: list[Compared] = field(default_factory=list)
-    """At most `DIFFERENCES_SHOWN_MAX`."""
+    """First differences, at most `DIFFERENCES_SHOWN_MAX`."""
     unknown: int = 0
-    """Of which nobody wrote what was asked: they were not done again."""
+    """Number of decisions that were skipped, because their requests are missing."""
     lost: int = 0
-    """Events that are missing."""
+    """Number of missing events."""
     gaps: int = 0
-    """Files that are missing."""
+    """Number of missing files."""
     learnt: int = 0
-    """What peers told, which is not captured."""
+    """Number of records shared by peers, which are not captured."""
     begins_late: bool = False
-    """What happened before the first file is not there: the index begins empty."""
+    """True if events before the first file are missing, so the index starts empty."""
     share: float = 1.0
     coarse: bool = False
-    """Blocks of an index are no multiple of those that are captured: to it, no prompt has any."""
+    """True if the blocks of an index are not a multiple of the captured blocks; prompts have none
+    for it.
+    """
 
     @property
     def changed(self) -> int:
         return self.decisions - self.same
 
     def caveats(self) -> list[str]:
-        """Why not all may be the same although nothing was changed, a sentence each."""
+        """Return one sentence for each reason why decisions may differ without a change of
+        configuration.
+        """
         told = {
-            f"{self.unknown:,} decisions are left out, their requests are missing": self.unknown,
+            f"{self.unknown:,} decisions are left out, because their requests are missing": self.unknown,
             f"{self.lost:,} events are missing": self.lost,
             f"{self.gaps:,} files are missing": self.gaps,
-            f"{self.learnt:,} times a peer told something that is not captured": self.learnt,
-            "the capture begins after the picker: its index begins empty": self.begins_late,
-            f"{self.share:.0%} of the sessions are captured: what was in flight of others is not "
-            "known": self.share < 1.0,
-            "an index has blocks that are no multiple of those captured": self.coarse,
+            f"{self.learnt:,} records shared by peers are not captured": self.learnt,
+            "the capture begins after the picker started, so its index begins empty": self.begins_late,
+            f"{self.share:.0%} of the sessions are captured; requests in flight of the others are "
+            "unknown": self.share < 1.0,
+            "an index has blocks that are not a multiple of the captured blocks": self.coarse,
         }
         return [sentence for sentence, holds in told.items() if holds]
 
 
 class Reenactment:
-    """One process' events, fed in order."""
+    """A re-enactment of one process' events, fed in order."""
 
     def __init__(self, settings_of: Callable[[Configured], SchedulerSettings]) -> None:
-        """`settings_of` says what decides where the event came into force; it may raise."""
+        """Start a re-enactment. `settings_of` returns the settings for a configuration event, and
+        may raise.
+        """
         self._settings_of = settings_of
         self._scheduler: Scheduler | None = None
         self._seed = 0
         self._decisions = 0
         self._file = -1
         self._endpoints: dict[int, Endpoint] = {}
-        """By the slot that the live picker gave it."""
+        """Endpoints by the slot that the live picker gave them."""
         self._pages: dict[int, EndpointMetrics] = {}
         self._leases: dict[int, Lease] = {}
-        """By the number of the request."""
+        """Leases by the number of the request."""
         self._block_tokens = 64
         self.result = Reenacted()
 
     @property
     def scheduler(self) -> Scheduler | None:
-        """The one that decides; None before the first configuration."""
+        """Return the scheduler, or None before the first configuration."""
         return self._scheduler
 
     def feed(self, event: Event, line: CaptureLine | None = None) -> Difference | None:
-        """Do what `event` says; `line` is that of the request of a `Scheduled`, if it is there.
+        """Apply `event`; `line` is the request line of a `Scheduled` event, if it exists.
 
-        Why a decision that was made again differs; None: it does not, or none was made.
+        Return why a repeated decision differs, or None if it does not or none was made.
         """
         match event:
             case Opened():
@@ -253,7 +260,7 @@ class Reenactment:
             result.unknown += 1
             return None
         if event.decision:
-            # Pickers that take turns count decisions, and some may be missing.
+            # Some pickers depend on the number of the decision, and some decisions may be missing.
             scheduler.decisions = event.decision - 1
         scheduler.take(PeersUnheard(event.replicas_unheard), event.at_s)
         decision = scheduler.schedule(self._request(scheduler, event, line), event.at_s)
@@ -350,14 +357,16 @@ def _of_engine(event: Told | Streamed | Voided, slot: int) -> Input:
 
 
 def _block_sizes(settings: SchedulerSettings) -> list[int]:
-    """Tokens in a block, of all indexes that count blocks."""
+    """Return the block sizes in tokens of all indexes that count blocks."""
     indexes: list[Any] = [*settings.indexes.values()]
     sizes = [index.block_tokens for index in indexes if index.abilities.counts_blocks]
     return list(dict.fromkeys([settings.block_tokens, *sizes]))
 
 
 def _every(chain: bytes, tokens: int, chained_tokens: int) -> bytes:
-    """Of a chain of blocks of `chained_tokens`, that of blocks of `tokens`; none, if it has none."""
+    """Return the chain of blocks of `tokens` tokens from one of `chained_tokens`, or b"" if
+    impossible.
+    """
     step, rest = divmod(tokens, chained_tokens)
     if rest or not step:
         return b""

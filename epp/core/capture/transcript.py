@@ -1,7 +1,7 @@
-"""What a witness tells, as lines: those of requests, and those of events. Pure, on no thread.
+"""The lines of a capture, made from the records of a witness. Pure, without a thread.
 
-A request's line is written when it ends, because only then is told how long its answer was; but not
-later than `BEHIND_MAX` requests after it was asked, so that readers need not look far back.
+The line of a request is written when it ends, because the length of its answer is known only then.
+It is written at most `BEHIND_MAX` requests late, so that readers need not look far back.
 """
 
 from typing import Final
@@ -45,24 +45,24 @@ from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import EndpointMetrics, Seconds
 
 BEHIND_MAX: Final = 8_000
-"""Requests. Readers sort lines that are at most 10,000 out of order."""
+"""Maximum delay of a line in requests. Readers sort lines that are at most 10,000 out of order."""
 _PROMPT_TOKENS_MAX: Final = 10_000_000
 _FAILED_FROM: Final = 400
-"""Statuses from which on there is no answer."""
+"""Lowest status of a response without an answer."""
 
 
 class Origin(Struct, frozen=True, kw_only=True):
-    """The process that is captured."""
+    """The captured process."""
 
     name: str
     seed: int
     share: float
     unix_s: float
-    """What is to be added to its clock for the time since 1970."""
+    """Offset from its clock to the time since 1970."""
 
 
 class Transcript:
-    """Takes notes; `take` gives the lines that they became."""
+    """A writer that turns notes into lines, which `take` returns."""
 
     def __init__(self, origin: Origin, salt: Salt) -> None:
         self._origin = origin
@@ -72,30 +72,32 @@ class Transcript:
         self._events: list[bytes] = []
         self._pending_bytes = 0
         self._asked: dict[int, tuple[Seconds, CaptureLine]] = {}
-        """Number -> when it was asked, and its line so far; in the order of the numbers."""
+        """Time and unfinished line of each open request by number, in the order of the numbers."""
         self._configured: Configured | None = None
         self._replaced: Replaced | None = None
         self._names: dict[int, str] = {}
-        """By slot."""
+        """Names of the endpoints by slot."""
         self._observed: dict[int, Observed] = {}
-        """By slot, the last one, with its page."""
+        """Last observation by slot, with its page."""
         self._told: dict[int, EndpointMetrics] = {}
-        """By slot, the page that was written last to this file."""
+        """Metrics page most recently written to this file, by slot."""
         self._scraped: dict[int, tuple[EndpointMetrics, EndpointMetrics]] = {}
-        """By slot, the last page, and what is written of it."""
+        """Last page by slot, with its written form."""
         self._decisions = 0
         self._file = -1
         self.requests = 0
-        """Lines of requests so far."""
+        """Number of request lines so far."""
         self.events = 0
 
     @property
     def block_tokens(self) -> int:
-        """Of the requests that are noted now."""
+        """Return the block size in tokens of the requests that are noted now."""
         return 64 if self._configured is None else self._configured.block_tokens
 
     def begin_file(self, now: Seconds) -> int:
-        """What follows is for another file; its number, from 0. `take` what went before first."""
+        """Start another file and return its number, from 0. Call `take` first for the previous
+        lines.
+        """
         self._file += 1
         self._told.clear()
         origin = self._origin
@@ -126,11 +128,13 @@ class Transcript:
         return self._file
 
     def changes_blocks(self, note: Note) -> bool:
-        """Whether requests after `note` have blocks of another size: they need another file."""
+        """Return whether requests after `note` have another block size, which requires another
+        file.
+        """
         return isinstance(note, Configured) and note.block_tokens != self.block_tokens
 
     def note(self, note: Note) -> None:
-        """Put `note` into lines."""
+        """Add the lines of `note`."""
         match note:
             case Decided():
                 self._decide(note)
@@ -153,11 +157,11 @@ class Transcript:
 
     @property
     def pending_bytes(self) -> int:
-        """Length of the lines that `take` would give."""
+        """Return the length of the lines that `take` would return."""
         return self._pending_bytes
 
     def take(self) -> tuple[bytes, bytes]:
-        """The lines of requests and of events since the last call."""
+        """Return the lines of requests and of events since the last call."""
         taken = b"".join(self._requests), b"".join(self._events)
         self._requests.clear()
         self._events.clear()
@@ -242,7 +246,8 @@ class Transcript:
         if blocks >= whole or whole + bool(rest) == blocks:
             line.blocks = first
         else:
-            # Of a prompt that is hashed in part the rest is its own, which only parts can say.
+            # If only a part of the prompt is hashed, the rest is unique, which only `parts` can
+            # express.
             line.parts = tuple(
                 (int.from_bytes(first[at : at + HASH_BYTES], "little"), size)
                 for at in range(0, len(first), HASH_BYTES)

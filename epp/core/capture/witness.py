@@ -1,7 +1,7 @@
-"""Notes of everything that a scheduler takes and decides, so that it can be done again.
+"""A witness that records everything that a scheduler takes and decides, for re-enactment.
 
-Telling costs a few microseconds a request; what is told is hashed and written elsewhere. A witness
-that fails costs no decision: from the first failure on it is told nothing more.
+A record costs a few microseconds per request; hashing and writing happen elsewhere. A witness that
+fails does not affect decisions. After its first failure, it records nothing more.
 """
 
 import math
@@ -57,30 +57,30 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, Refusal, Seconds
 
 _BLOCKS_MAX: Final = 2_048
-"""Of a prompt where no index hashes it: as many as the default index looks at."""
+"""Maximum number of blocks of a prompt that no index hashes: as many as the default index looks up."""
 PROMPTS_MAX: Final = 256
-"""Of a request with several; more are not captured."""
+"""Maximum number of captured prompts of one request."""
 NAME_CHARACTERS_MAX: Final = 256
-"""Of models, sessions and salts, which clients choose: what is longer is told apart so far."""
+"""Maximum length of models, sessions and salts, which clients choose; longer ones are cut."""
 _HASHES: Final = 2**64
 
 
 class Sample:
-    """Which requests are captured: whole sessions, else whole conversations.
+    """A selection of the captured requests by whole sessions or whole conversations.
 
-    By the session that the client names; else by all up to the end of the user's first message,
-    which is the same at each turn; else by the first block. What a session shares with itself so
-    stays together, and of what sessions share with each other a fair part is left.
+    The key is the session that the client names. Without one, it is the text up to the end of the
+    user's first message, which is the same at each turn, or else the first block. All requests of a
+    session are thus captured together, and a fair part of the content that sessions share remains.
     """
 
     def __init__(self, share: float, secret: int) -> None:
-        """`share` of the sessions, 0 to 1; `secret` of 64 bits decides which."""
+        """Select `share` of the sessions, 0 to 1, by a `secret` of 64 bits."""
         self.share = share
         self._secret = secret
         self._below = int(share * _HASHES)
 
     def takes(self, session: str, request: InferenceRequest, block_bytes: int) -> bool:
-        """Asked before the prompt is dropped."""
+        """Return whether `request` is captured. Call this before its prompt is dropped."""
         if self.share >= 1.0:
             return True
         if session:
@@ -98,7 +98,7 @@ class Sample:
 
 
 class CaptureWitness:
-    """`Witness` of a scheduler; `tell` hears what the scheduler takes and decides."""
+    """The `Witness` of a scheduler that passes its records to `tell`."""
 
     def __init__(
         self,
@@ -108,34 +108,34 @@ class CaptureWitness:
         tell: Callable[[Note], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """`failed` is called once, if `tell` or what is made for it raises."""
+        """Watch `scheduler`. `failed` is called once, if `tell` or the making of a record raises."""
         self._scheduler = scheduler
         self._sample = sample
         self._tell = tell
         self._witness_failed = failed
         self._numbers: dict[Lease, int] = {}
-        """Of the open leases that are captured."""
+        """Numbers of the open leases that are captured."""
         self._next_number = 0
         self._learnt = 0
-        """What peers told since the last tick."""
+        """Number of records shared by peers since the last tick."""
         self._session: str | None = None
-        """Of the request that is being decided; None: it is not captured."""
+        """Session of the request that is being decided, or None if it is not captured."""
         self._sessions_named = _sessions_named(scheduler.settings)
 
     def asked(self, request: InferenceRequest) -> None:
-        """The prompt is still there."""
+        """Decide whether `request` is captured, while it still has its prompt."""
         self._session = self._taken(request)
 
     def decided(
         self, request: InferenceRequest, decision: Decision | Refusal, now: Seconds
     ) -> None:
-        """What was decided of the request that was asked for last."""
+        """Record the decision about the last request."""
         session = self._session
         if session is not None:
             self._note(lambda: self._decided(request, session, decision, now))
 
     def took(self, given: Input, effects: Effects, now: Seconds) -> None:
-        """Note what can be written of `given`."""
+        """Record what may be written of `given`."""
         match given:
             case OutputStarted(lease) | LoadReported(lease) | ServedBy(lease) | RequestEnded(lease):
                 number = self._numbers.get(lease)
@@ -161,7 +161,9 @@ class CaptureWitness:
             self._note(lambda: Learnt(at_s=now, records=records))
 
     def _followed(self, number: int, given: Input, effects: Effects, now: Seconds) -> Note | None:
-        """What became of the captured request with `number`; None: nothing that is to be told."""
+        """Return the record for the captured request `number`, or None if there is nothing to
+        record.
+        """
         match given:
             case OutputStarted():
                 return FirstOutput(at_s=now, request=number)
@@ -179,11 +181,11 @@ class CaptureWitness:
             note = make()
             if note is not None:
                 self._tell(note)
-        except Exception as error:  # noqa: BLE001  the boundary of a part that costs what it adds
+        except Exception as error:  # noqa: BLE001  a failing witness must not affect decisions
             self._stop(error)
 
     def _stop(self, error: Exception) -> None:
-        """Half a story is none: nothing more is told."""
+        """Stop recording, because an incomplete capture is useless."""
         self._tell = _ignored
         self._sample = Sample(0.0, 0)
         self._numbers.clear()
@@ -191,14 +193,16 @@ class CaptureWitness:
         failed(error)
 
     def _taken(self, request: InferenceRequest) -> str | None:
-        """The session of `request`, "" if it names none; None: it is not captured."""
+        """Return the session of `request`, "" if it names none, or None if the request is not
+        captured.
+        """
         try:
             session = self._session_in(request)
             block_bytes = self._scheduler.settings.block_tokens * BYTES_PER_TOKEN
             if not self._sample.takes(session, request, block_bytes):
                 return None
             if not self._scheduler.settings.prefix or self._scheduler.hearing:
-                # No index will, and afterwards the prompt is gone.
+                # No index hashes the prompt, which is dropped afterwards.
                 request.chains_of(block_bytes, _BLOCKS_MAX)
         except Exception as error:  # noqa: BLE001  as in `_note`
             self._stop(error)
@@ -261,7 +265,7 @@ def _ignored(_: object) -> None:
 def _sessions_named(
     settings: SchedulerSettings,
 ) -> tuple[Callable[[InferenceRequest], str], ...]:
-    """How indexes of the configuration tell sessions apart."""
+    """Return the functions with which indexes of the configuration identify sessions."""
     indexes: list[Any] = [*settings.indexes.values()]
     return tuple(index.session_in for index in indexes if index.abilities.names_sessions)
 
@@ -271,7 +275,7 @@ def _of_engine(
     effects: Effects,
     now: Seconds,
 ) -> Note | None:
-    """What an engine said, without its tokens; None: nothing came of it."""
+    """Return the record of an engine's report, without its tokens; None if it had no effect."""
     match given:
         case EventsHeard(slot=slot, rank=rank):
             heard = effects.heard
@@ -300,7 +304,7 @@ def _ended(number: int, outcome: Outcome, now: Seconds) -> Ended:
 
 
 def _reported(number: int, header: str, now: Seconds) -> Reported:
-    """In numbers: the text is the engine's, or whoever's answered for it."""
+    """Return the reported numbers only, because the text may come from any server."""
     report = read_load_report(header)
     if report is None:
         return Reported(at_s=now, request=number)

@@ -1,1 +1,3 @@
-"""What pickers of one pool tell each other: decisions and load. Beliefs, of which any may be lost."""
+"""The exchange of decisions and load between pickers of one pool. All of it are estimates, and may
+be lost.
+"""

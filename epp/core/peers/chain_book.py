@@ -1,7 +1,8 @@
-"""Chains that were told before, so that only what is new of the next one needs to be.
+"""A book of chains that were sent before, so that only the new end of a chain must be sent.
 
-A chain of hashes is known by the hash at its end and at every `STEP_BYTES`: prompts of many users
-share a preamble and end apart. Sender and receivers keep a book each, of the same chains.
+A chain of hashes is found by the hash at its end and at every `STEP_BYTES`, because prompts of many
+users share a preamble and differ at the end. Sender and receivers each keep a book of the same
+chains.
 """
 
 from typing import Final
@@ -11,27 +12,27 @@ from epp.core.prompt.blocks import HASH_BYTES
 
 STEP_BYTES: Final = CHAINED_KEY_BYTES
 ENTRY_BYTES: Final = 160
-"""What Python needs for an entry."""
+"""Memory of one entry in Python."""
 
 
 class ChainBook:
-    """The chains of the last while, in two generations: the older one goes when the newer is full."""
+    """The recent chains in two generations; the older one is dropped when the newer one is full."""
 
     __slots__ = ("_bytes", "_generation_bytes_max", "_old", "_young")
 
     def __init__(self, generation_bytes_max: int) -> None:
-        """At most twice `generation_bytes_max` are kept, and what one chain takes."""
+        """Create a book of at most twice `generation_bytes_max`, plus the size of one chain."""
         self._generation_bytes_max = generation_bytes_max
         self._bytes = 0
         self._young: dict[bytes, tuple[bytes, int]] = {}
-        """Hash -> (a chain, where in it the hash ends)."""
+        """Chain and the position of the hash in it, by hash."""
         self._old: dict[bytes, tuple[bytes, int]] = {}
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
 
     def known(self, chain: bytes) -> int:
-        """How many bytes of the head of `chain` end where a chain in this book was cut, at most."""
+        """Return the length in bytes of the longest head of `chain` that this book contains."""
         at = len(chain)
         while at >= STEP_BYTES:
             entry = self._find(chain[at - HASH_BYTES : at])
@@ -41,7 +42,7 @@ class ChainBook:
         return 0
 
     def head(self, last: bytes) -> bytes | None:
-        """The chain up to the hash `last`; it stays for another generation."""
+        """Return the chain up to the hash `last`, or None; it stays for another generation."""
         entry = self._find(last)
         if entry is None:
             return None
@@ -51,7 +52,7 @@ class ChainBook:
         return entry[0][: entry[1]]
 
     def note(self, chain: bytes, known: int = 0) -> None:
-        """`chain` was told, of which the first `known` bytes are in this book."""
+        """Add `chain`, whose first `known` bytes are in this book."""
         length = len(chain)
         if length > known:
             young = self._young
@@ -64,12 +65,12 @@ class ChainBook:
             self.age()
 
     def age(self) -> None:
-        """What was told before the last time that this was called is not known any more."""
+        """Drop the chains that were added before the previous call."""
         self._old, self._young = self._young, {}
         self._bytes = 0
 
     def clear(self) -> None:
-        """Nothing is known any more."""
+        """Drop all chains."""
         self.age()
         self.age()
 

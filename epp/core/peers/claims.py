@@ -1,8 +1,8 @@
-"""How much of what a peer says of an endpoint can be true, by what this picker knows itself.
+"""Plausibility limits of a peer's reported load, by this picker's own knowledge.
 
-The engine's own page is another witness: what a peer has in flight there is among the requests that
-the page shows, or was sent since the page was read. Of the second nobody knows but who sent it, so
-it is bounded by what one picker may plausibly send one endpoint in that time.
+The engine's own page is independent evidence. A peer's requests at an endpoint are either on the
+page, or were sent since the page was read. Only the peer knows the latter, so they are limited to
+what one picker may plausibly send to one endpoint in that time.
 """
 
 from typing import Final, TypeAlias
@@ -14,28 +14,32 @@ from epp.core.knowledge.candidates import Columns
 from epp.core.types import Seconds
 
 SENT_REQUESTS_MIN: Final = 4.0
-"""Requests that one peer may have at one endpoint whatever its page shows."""
+"""Number of requests that one peer may have at one endpoint regardless of its page."""
 SENT_REQUESTS_PER_S: Final = 20.0
-"""And so many more for each second since the page was read: requests a second, of one peer to one
-endpoint. More of an honest peer is believed as soon as the page shows it."""
+"""Additional requests per second since the page was read, of one peer at one endpoint. More of them
+count as soon as the page shows them.
+"""
 UNSEEN_S: Final[Seconds] = 5.0
-"""The age of a page that is older, or was never read: then nothing else contradicts a peer."""
+"""Assumed age of a page that is older or was never read; then nothing else contradicts a peer."""
 PROMPT_TOKENS: Final = 2_048.0
-"""Uncached tokens that a request of a peer may have on average, while none of ours is in flight."""
+"""Assumed uncached tokens of a peer's average request, if none of ours is in flight."""
 PROMPT_TOKENS_RATIO: Final = 2.0
-"""Of a peer's average request to ours: a gateway spreads the same traffic over both."""
+"""Largest ratio of a peer's average request to ours, because a gateway spreads the same traffic
+over both.
+"""
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _Ints: TypeAlias = npt.NDArray[np.int64]
 
 
 def claims_max(columns: Columns, slots: _Ints, now: Seconds) -> tuple[_Ints, _Floats]:
-    """What one peer can have in flight at `slots`: requests, and uncached prompt tokens.
+    """Return the most that one peer can have in flight at `slots`: requests, and uncached prompt
+    tokens.
 
-    Requests: those that the page showed, ours left out as far as it can know them, and what can
-    have been sent since. Tokens: of those that the page showed waiting and those sent since, each
-    at most `PROMPT_TOKENS_RATIO` times what ours in flight have on average, or, where there are
-    none, `PROMPT_TOKENS`; a prompt of a request that runs is mostly prefilled.
+    Requests are those that the page showed, without ours as far as it can include them, plus those
+    that may have been sent since. Tokens are counted for requests that the page showed waiting or
+    that were sent since. Each counts at most `PROMPT_TOKENS_RATIO` times our average in flight, or
+    `PROMPT_TOKENS` if we have none. The prompt of a running request is mostly prefilled.
     """
     waiting, running = (
         np.nan_to_num(column[slots], nan=0.0, posinf=0.0, neginf=0.0)

@@ -1,21 +1,22 @@
-"""One picker among its peers, without I/O: what it tells them, and what it takes from them.
+"""One picker's part in the exchange with its peers, without I/O.
 
-A shell sends what `outgoing` returns to every peer, hands in what arrives by `receive`, and calls
-`apply` while there is something to learn and `tick` now and then. Nothing here raises because of
-what a peer says, and nothing waits for one: peers are losable (design D16, D17).
+A shell sends the result of `outgoing` to every peer and passes arriving frames to `receive`. It
+calls `apply` while there are records to learn, and `tick` now and then. Nothing here raises because
+of a peer's message, and nothing waits for a peer: peers may be lost (design D16, D17).
 
-**What is told.** Each decision as the keys of the shared indexes and a hash of the endpoint; and how
-much we have in flight at the endpoints where that has changed, as absolute numbers. The end of a
-request is such a change. A heartbeat tells all of it. An origin that is silent for `SILENT_S_MAX`,
-or says goodbye, has nothing in flight any more; what it told of prefixes and sessions stays, and
-grows old like our own.
+**Sent.** A decision is sent as the keys of the shared indexes and a hash of the endpoint. The load
+in flight is sent for endpoints where it changed, as absolute numbers; the end of a request is such
+a change. A heartbeat contains the whole load. An origin that is silent for `SILENT_S_MAX`, or that
+leaves, counts as having nothing in flight. Its shared prefixes and sessions stay and age like our
+own.
 
-**What was missed.** Frames are numbered. Who sees a gap asks for it with its heartbeat, also after a
-silence of up to `KEPT_S_MAX`, and is told again what is still kept (`core/peers/retelling`); who
-asks in vain wants a snapshot (`snapshots_wanted`).
+**Missed frames.** Frames are numbered. A receiver that sees a gap requests the missing frames with
+its heartbeat, also after a silence of up to `KEPT_S_MAX`. The sender repeats those that it still
+keeps (`core/peers/retelling`). A receiver that requests in vain wants a snapshot
+(`snapshots_wanted`).
 
-**What is taken.** Bounded: per origin in bytes that wait, in records a second and in chains that are
-remembered; per call in records; and in origins.
+**Limits.** Per origin, the waiting bytes, the records per second and the remembered chains are
+limited. So are the records per call, and the number of origins.
 """
 
 import math
@@ -57,82 +58,87 @@ from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import Seconds
 
 OUTGOING_INTERVAL_S: Final = 0.02
-"""How often a shell asks for what is to be sent."""
+"""Interval in seconds at which a shell calls `outgoing`."""
 HEARTBEAT_S: Final = 1.0
 SILENT_S_MAX: Final = 3 * HEARTBEAT_S
 ORIGINS_MAX: Final = 64
 RECORDS_PER_APPLY: Final = 64
-"""Learnt in one call: half a millisecond."""
+"""Maximum number of records learnt in one call, which takes half a millisecond."""
 RECORDS_PER_S_MAX: Final = 5_000
-"""Learnt of one origin."""
+"""Maximum number of records learnt per second from one origin."""
 RECORDS_PER_OUTGOING_MAX: Final = 1_000
 FRAME_BYTES_TARGET: Final = 64 * 1024
 CHAINS_BYTES_MAX: Final = 96 * 1024
-"""Of the chains in one record, which leaves room for short keys below `RECORD_BYTES_MAX`."""
+"""Maximum size of the chains in one record, which leaves space for short keys below
+`RECORD_BYTES_MAX`.
+"""
 BOOK_BYTES_MAX: Final = 512 * 1024
 FRAMES_LOST_MAX: Final = 1_000
-"""Counted at one gap in the numbers of an origin: in `SILENT_S_MAX`, after which it is forgotten,
-an honest one sends far fewer."""
+"""Maximum number of frames counted as lost at one gap. An origin is forgotten after `SILENT_S_MAX`,
+in which an honest one sends far fewer.
+"""
 WANTED_MAX: Final = 1_024
-"""Ranges in one frame that are looked at."""
+"""Maximum number of requested ranges that are read in one frame."""
 CHANGES_MAX: Final = 2 * ORIGINS_MAX
 BOOK_AGE_S: Final = 30.0
-"""A chain is told whole again after one to two of these."""
+"""Time in seconds after one to two of which a chain is sent whole again."""
 RETELL_S_MIN: Final = 1.0
-"""Chains are told whole at the wish of peers no more often than this."""
+"""Minimum time in seconds between two resets of the chains at the request of peers."""
 
 
 class Taken(StrEnum):
-    """What became of a frame."""
+    """The result of receiving a frame."""
 
     TAKEN = "taken"
     OWN = "own"
-    """It is our own."""
+    """The frame is our own."""
     UNREADABLE = "unreadable"
     OTHER_VERSION = "other version"
     FOREIGN = "another origin"
-    """It came by the connection of another than it names."""
+    """The frame names another origin than its connection."""
     AGAIN = "again"
-    """It was taken before, or was not missed: others asked for it."""
+    """The frame was received before, or was not missed here; other peers requested it."""
     TOO_MANY = "too many origins"
 
 
 class Peer(Struct):
-    """What is known of one origin."""
+    """The state of one origin."""
 
     origin: bytes
     inbox: Inbox
     heard_at_s: Seconds
     first_heard_at_s: Seconds
     uptime_s: Seconds = 0.0
-    """When it was heard last, for how long it had run."""
+    """Uptime of the origin when it sent its last frame."""
     number: int = 0
-    """Of its last live frame."""
+    """Number of its last live frame."""
     frames: int = 0
     lost: int = 0
-    """Frames that its numbers say were sent and did not come, or came late."""
+    """Number of frames that were sent, by their numbers, and did not come in time."""
     claims_cut: int = 0
-    """Of its load at an endpoint: more than can be true by `core/peers/claims`."""
+    """Number of its load reports for an endpoint that exceeded the limits of `core/peers/claims`."""
     allowance: float = RECORDS_PER_S_MAX
-    """Records that may be learnt of it now."""
+    """Number of records that may be learnt from it now."""
     allowed_at_s: Seconds = 0.0
     missed: MissedFrames = field(default_factory=MissedFrames)
     understood: bool = True
-    """Its indexes are like ours; of others that it has nothing is learnt."""
+    """True if its indexes are like ours; records of other indexes are ignored."""
 
 
 class Change(Struct, frozen=True):
-    """A peer came, or is gone."""
+    """A peer joined or left."""
 
     origin: bytes
     kind: str
-    """ "heard": for the first time; "returned"; "left": it said goodbye; "lost": it fell silent."""
+    """Kind of change: "heard" for the first time, "returned", "left" with a goodbye, or "lost"
+    after a silence.
+    """
     silent_s: Seconds = 0.0
-    """For how long nothing was heard of it."""
+    """Time in seconds since its last frame."""
 
 
 class PeerExchange:
-    """One picker's side of the talk among peers."""
+    """One picker's part in the exchange among peers."""
 
     def __init__(
         self,
@@ -143,34 +149,41 @@ class PeerExchange:
         replicas: int = 1,
         has_peers: bool = True,
     ) -> None:
-        """`origin`: 8 random bytes that stand for this process among its peers.
+        """Start the exchange for the process `origin`, identified by 8 random bytes.
 
-        `replicas`: how many pickers there should be; while fewer are heard, the scheduler knows.
-        Without `has_peers` it is for snapshots alone, and nothing is gathered to be told.
+        `replicas` is the expected number of pickers; the scheduler is notified while fewer are
+        known. Without `has_peers`, the exchange serves only snapshots, and collects nothing to
+        send.
         """
         if len(origin) != ORIGIN_BYTES:
-            raise ValueError(f"an origin has {ORIGIN_BYTES} bytes, this one {len(origin)}")
+            raise ValueError(f"the origin has {len(origin)} bytes; it must have {ORIGIN_BYTES}")
         self.origin = origin
         self.peers: dict[bytes, Peer] = {}
         self._silent: dict[bytes, Peer] = {}
-        """Those that fell silent and may come back, who was heard last is last."""
+        """Peers that fell silent and may return; the last one heard from comes last."""
         self._sent = SentFrames()
         self.received = Received()
         self.restored = Received()
-        """What `received` is for live frames, for those of snapshots."""
+        """Counts like `received`, for records of snapshots instead of live frames."""
         self.records_sent = 0
         self.frames_lost = 0
-        """Of all origins, those that left included; see `Peer.lost`."""
+        """Number of lost frames of all origins, including those that left; see `Peer.lost`."""
         self.frames_asked = 0
-        """Frames that were asked for again; more than once, where they did not come."""
+        """Number of frames requested again; a frame counts each time."""
         self.frames_recovered = 0
-        """Frames that came late, mostly because they were asked for."""
+        """Number of frames that came late, mostly because they were requested."""
         self.snapshots_wanted: set[bytes] = set()
-        """Origins that no longer keep what we missed; whoever takes a snapshot of one removes it."""
+        """Origins that no longer keep the frames missed here; the caller removes an origin when it
+        gets a snapshot.
+        """
         self.changes: list[Change] = []
-        """Who came and went, oldest first, at most `CHANGES_MAX`; whoever reads this empties it."""
+        """Peers that joined and left, oldest first, at most `CHANGES_MAX`; the reader empties the
+        list.
+        """
         self.claims_cut = 0
-        """As above; see `Peer.claims_cut`."""
+        """Number of excessive load reports of all origins, including those that left; see
+        `Peer.claims_cut`.
+        """
         self.replicas = replicas
         self._scheduler = scheduler
         self._started_at_s = now
@@ -182,11 +195,11 @@ class PeerExchange:
         self._book_cleared_at_s: Seconds = -math.inf
         self._generation = -1
         self._slots: dict[int, int] = {}
-        """Hash of an endpoint -> its slot."""
+        """Slot of each endpoint by its hash."""
         self._hashes: dict[int, int] = {}
-        """The reverse."""
+        """Hash of each endpoint by its slot."""
         self._shared: Mapping[str, SharedIndex] | None = None
-        """That of the scheduler when the following were read of it."""
+        """Shared indexes of the scheduler from which the following fields were derived."""
         self._index_names: tuple[str, ...] = ()
         self._index_hashes: tuple[int, ...] = ()
         self._by_hash: dict[int, str] = {}
@@ -200,18 +213,20 @@ class PeerExchange:
 
     @property
     def unheard(self) -> int:
-        """How many of the other pickers that there should be are not heard."""
+        """Return how many of the expected other pickers are missing."""
         return max(0, self.replicas - 1 - len(self.peers))
 
     def expect(self, replicas: int, now: Seconds) -> None:
-        """So many pickers there should be."""
+        """Set the expected number of pickers."""
         self.replicas = replicas
         self._count(now)
 
-    # What is told.
+    # Sending.
 
     def outgoing(self, now: Seconds) -> list[bytes]:
-        """Frames for every peer, to be asked for every `OUTGOING_INTERVAL_S`; often none."""
+        """Return frames for every peer; call this every `OUTGOING_INTERVAL_S`. Often there are
+        none.
+        """
         beat = now >= self._beat_at_s + HEARTBEAT_S
         frames: list[Frame] = []
         records: list[bytes] = []
@@ -246,13 +261,13 @@ class PeerExchange:
         return [encode(frame) for frame in (*frames, *self._sent.again(now))]
 
     def goodbye(self, now: Seconds) -> bytes:
-        """The last frame: what we have in flight is ours no more."""
+        """Return the last frame, after which our load no longer counts."""
         return encode(self._frame(Kind.GOODBYE, now))
 
     def snapshot(self, now: Seconds) -> Iterator[bytes]:
-        """Frames of all that is known, oldest first within each index; each takes about 1 ms.
+        """Yield frames of all content, oldest first within each index; each takes about 1 ms.
 
-        Live frames may be sent between them.
+        Live frames may be sent in between.
         """
         self._read_pool()
         self._read_indexes()
@@ -289,12 +304,12 @@ class PeerExchange:
                 frame = self._frame(Kind.SNAPSHOT, now, indexes=hashes, records=records)
                 yield encode(frame)
 
-    # What is taken.
+    # Receiving.
 
     def receive(self, message: bytes, now: Seconds, origin: bytes) -> Taken:
-        """Take a frame of a peer in; its records wait for `apply`.
+        """Receive a frame of a peer; its records wait for `apply`.
 
-        `origin`: for whom the connection may speak that it came by.
+        `origin` is the origin that may use the connection by which the frame came.
         """
         frame = _read(message)
         if isinstance(frame, Taken):
@@ -327,7 +342,7 @@ class PeerExchange:
             self.frames_lost += lost
             peer.number = frame.number
             peer.inbox.put(frame, now)
-            # A late frame tells of a load that was.
+            # A late frame reports a past load.
             self._take_load(peer, frame, now)
         elif peer.missed.came(frame.number):
             self.frames_recovered += 1
@@ -343,7 +358,7 @@ class PeerExchange:
         return Taken.TAKEN
 
     def receive_snapshot_frame(self, message: bytes, now: Seconds, age_s: Seconds) -> Taken:
-        """Take in a frame of a `snapshot` that was made `age_s` ago, by whomever."""
+        """Receive a frame of a `snapshot` that was made `age_s` ago, by any peer."""
         frame = _read(message)
         if isinstance(frame, Taken):
             return frame
@@ -353,13 +368,14 @@ class PeerExchange:
         return Taken.TAKEN
 
     def pending(self) -> bool:
-        """Something was received and not yet learnt."""
+        """Return whether received records are still to be learnt."""
         return bool(self._snapshot) or any(peer.inbox for peer in self.peers.values())
 
     def apply(self, now: Seconds) -> None:
-        """Learn at most `RECORDS_PER_APPLY` records of one origin, the next one's with the next call.
+        """Learn at most `RECORDS_PER_APPLY` records of one origin; the next call takes the next
+        origin.
 
-        What is told live goes before a snapshot.
+        Live records come before those of a snapshot.
         """
         waiting = [peer for peer in self.peers.values() if peer.inbox]
         if not waiting:
@@ -383,7 +399,7 @@ class PeerExchange:
         return inbox.apply(records_max, self._scheduler, self._slots, self._by_hash, now)
 
     def tick(self, now: Seconds) -> None:
-        """Forget the load of who has been silent for too long; about once a second."""
+        """Drop the load of peers that were silent for too long; call this about once a second."""
         for peer in tuple(self.peers.values()):
             if now - peer.heard_at_s > SILENT_S_MAX:
                 self._forget(peer.origin, now)
@@ -396,7 +412,7 @@ class PeerExchange:
             self._book_aged_at_s = now
             self._book.age()
             if not self._snapshot:
-                # With its book, of which nothing is left to be told.
+                # A new inbox also drops the book of chains, which is no longer needed.
                 self._snapshot = Inbox(self.restored)
 
     def _peer(self, origin: bytes, now: Seconds) -> Peer | None:
@@ -417,7 +433,7 @@ class PeerExchange:
             else:
                 self._note(peer, "returned", now)
             self.peers[origin] = peer
-            # It knows none of the chains that were told before.
+            # The new peer knows none of the chains that were sent before.
             self._book.clear()
             self._count(now)
         return peer
@@ -430,7 +446,7 @@ class PeerExchange:
         del self.changes[:-CHANGES_MAX]
 
     def _leave(self, origin: bytes, now: Seconds) -> None:
-        """It said goodbye."""
+        """Remove a peer that said goodbye."""
         peer = self.peers.get(origin) or self._silent.pop(origin, None)
         if peer is not None:
             self._forget(origin, now)
@@ -469,7 +485,7 @@ class PeerExchange:
             size=len(self._scheduler.pool.columns),
         )
 
-    # Of what frames are made.
+    # Content of frames.
 
     def _frame(
         self,
@@ -493,12 +509,12 @@ class PeerExchange:
         )
 
     def _records(self, now: Seconds) -> Iterator[bytes]:
-        """What is to be told of the decisions since the last time."""
+        """Yield the records of the decisions since the last call."""
         sent = self._scheduler.sent
         if not sent:
             return
         if not self.peers and not self._silent:
-            # Nobody is there, nor may come back; who comes asks for a snapshot.
+            # No peer is present or may return; a new peer requests a snapshot.
             sent.clear()
             return
         self._read_pool()
@@ -519,7 +535,7 @@ class PeerExchange:
             yield encode_record(Record(endpoint, age_ms, keys))
 
     def _load(self, now: Seconds, *, whole: bool) -> bytes:
-        """What is in flight where that is not what was told last, or, if `whole`, wherever any is."""
+        """Return the load that differs from the last one sent or, if `whole`, all load."""
         scheduler = self._scheduler
         columns = scheduler.pool.columns
         n = len(columns)
@@ -550,7 +566,7 @@ class PeerExchange:
         return found.tobytes()
 
     def _wanted(self) -> tuple[tuple[bytes, int, int], ...]:
-        """What was missed of each peer."""
+        """Return the missed frames to request from each peer."""
         found: list[tuple[bytes, int, int]] = []
         for peer in self.peers.values():
             if not peer.missed:
@@ -563,7 +579,7 @@ class PeerExchange:
         return tuple(found)
 
     def _unread(self) -> tuple[bytes, ...]:
-        """Origins of which a chain was not understood since the last heartbeat."""
+        """Return origins of which a chain was not understood since the last heartbeat."""
         lost = [peer for peer in self.peers.values() if peer.inbox.chain_lost]
         for peer in lost:
             peer.inbox.chain_lost = False
@@ -577,7 +593,7 @@ class PeerExchange:
             self._slots = {found: slot for slot, found in self._hashes.items()}
 
     def _read_indexes(self) -> None:
-        """Find what stands for each shared index; one that does not say is not shared."""
+        """Read the signature of each shared index; an index that fails to return one is not shared."""
         scheduler = self._scheduler
         if scheduler.shared is self._shared:
             return
@@ -594,7 +610,7 @@ class PeerExchange:
 
 
 def _read(message: bytes) -> Frame | Taken:
-    """The frame in `message`, or why there is none."""
+    """Return the frame in `message`, or why there is none."""
     try:
         return decode(message)
     except OtherVersionError:
@@ -604,12 +620,12 @@ def _read(message: bytes) -> Frame | Taken:
 
 
 def _age_s(frame: Frame) -> Seconds:
-    """Of one that is told again; nonsense is as old as any may be."""
+    """Return the age of a repeated frame; an invalid age counts as the largest possible one."""
     return frame.age_s if 0.0 <= frame.age_s <= KEPT_S_MAX else KEPT_S_MAX
 
 
 def _spelt(keys: Iterable[bytes], book: ChainBook, bytes_max: int) -> tuple[Key, ...]:
-    """`keys` without what `book` says that is known of them; a chain is cut at `bytes_max` in all."""
+    """Return `keys` without the heads that `book` knows; chains are cut to `bytes_max` in total."""
     found: list[Key] = []
     for key in islice(keys, KEYS_MAX):
         if len(key) <= CHAINED_KEY_BYTES:
@@ -617,7 +633,7 @@ def _spelt(keys: Iterable[bytes], book: ChainBook, bytes_max: int) -> tuple[Key,
             continue
         known = book.known(key)
         if len(key) - known > bytes_max:
-            key = key[: known + bytes_max // HASH_BYTES * HASH_BYTES]  # noqa: PLW2901  its head is as true
+            key = key[: known + bytes_max // HASH_BYTES * HASH_BYTES]  # noqa: PLW2901  the head of a chain is valid too
         bytes_max -= len(key) - known
         book.note(key, known)
         found.append((key[known - HASH_BYTES : known], key[known:]) if known else key)

@@ -1,11 +1,11 @@
-"""The format in which peers talk: frames of records, each frame readable by itself.
+"""The format of messages between peers: frames of records, each readable by itself.
 
-A frame is `MAGIC`, one byte of `VERSION`, and a msgpack array (`Frame`). Nothing in it refers to an
-earlier frame, but for chains of which only the end is told (`core/peers/chain_book`). Endpoints and
-indexes go by 64-bit hashes of what they are; slots and names never leave a process, nor do prompts,
-session ids or clocks: times are told as ages.
+A frame is `MAGIC`, one byte of `VERSION`, and a msgpack array (`Frame`). A frame refers to earlier
+ones only by chains of which it contains the end (`core/peers/chain_book`). Endpoints and indexes
+are identified by 64-bit hashes. Slots, names, prompts, session ids and clock times never leave a
+process. Times are sent as ages.
 
-Another version is not read. Members that a later minor format appends are skipped.
+A frame of another version is not read. Members that a later minor format appends are skipped.
 """
 
 import struct
@@ -25,73 +25,75 @@ MAGIC: Final = b"HMP"
 VERSION: Final = 1
 ORIGIN_BYTES: Final = 8
 FRAME_BYTES_MAX: Final = 256 * 1024
-"""A longer one is not read: to decode 256 KB takes well below a millisecond."""
+"""Maximum size of a frame; decoding 256 KB takes well below a millisecond."""
 RECORD_BYTES_MAX: Final = 128 * 1024
-"""Of a longer chain the end is not told: a million tokens in blocks of 64."""
+"""Maximum size of a record; the end of a longer chain is not sent. It fits a million tokens in
+blocks of 64.
+"""
 KEYS_MAX: Final = 256
-"""Of one record and index; a batch of more prompts tells the first of them."""
+"""Maximum number of keys of one record and index; a larger batch shares only its first prompts."""
 LOADS_MAX: Final = 8_192
-"""Endpoints in one frame."""
+"""Maximum number of endpoints with a load in one frame."""
 
 Key: TypeAlias = bytes | tuple[bytes, bytes]
-"""A whole key, or the hash at which a chain that was told before ends, and what follows."""
+"""A whole key, or the last hash of a known chain and the part that follows it."""
 
 _HEAD: Final = MAGIC + bytes([VERSION])
 _LENGTH: Final = struct.Struct("<I")
 LOAD: Final = np.dtype([("endpoint", "<u8"), ("requests", "<u4"), ("prefill_tokens", "<f4")])
-"""What the sender has in flight at one endpoint."""
+"""Load that the sender has in flight at one endpoint."""
 
 
 class Kind(IntEnum):
-    """What a frame is for."""
+    """The purpose of a frame."""
 
     LIVE = 0
     SNAPSHOT = 1
-    """Part of all that the sender knows; its load is not told."""
+    """Part of all that the sender knows, without its load."""
     GOODBYE = 2
 
 
 class Frame(Struct, array_like=True, frozen=True, gc=False):
-    """One message to all peers."""
+    """A message to all peers."""
 
     origin: bytes
-    """Which process it is from: random."""
+    """Random identifier of the sending process."""
     number: int
-    """Counts the live frames of the origin from 1."""
+    """Number of the frame among the live frames of the origin, from 1."""
     kind: int
     uptime_s: float
-    """How long the origin has run."""
+    """Time in seconds since the start of the origin."""
     indexes: tuple[int, ...] = ()
     """Hash of the signature of each shared index, in the order of the keys in records."""
     records: bytes = b""
-    """Each a msgpack `Record` after its length, 4 bytes, little-endian."""
+    """Records as msgpack, each after its length in 4 bytes, little-endian."""
     load: bytes = b""
-    """An array of `LOAD`."""
+    """Array of `LOAD`."""
     whole: bool = False
-    """The origin has nothing in flight at any other endpoint."""
+    """True if the origin has nothing in flight at any other endpoint."""
     unread: tuple[bytes, ...] = ()
-    """Origins whose chains referred to what is not known here: they shall tell them whole."""
+    """Origins whose chains refer to unknown ones; they must send them whole."""
     wanted: tuple[tuple[bytes, int, int], ...] = ()
-    """Frames that were missed and shall be told again: their origin, the first number and the last."""
+    """Missed frames to send again, as origin, first and last number."""
     age_s: float = 0.0
-    """Of a frame that is told again: since when it was told first."""
+    """Time in seconds since the frame was first sent, for a repeated frame."""
 
 
 class Record(Struct, array_like=True, frozen=True, gc=False):
-    """A request went to an endpoint."""
+    """A decision: a request went to an endpoint."""
 
     endpoint: int
     age_ms: int
     keys: tuple[tuple[Key, ...], ...]
-    """An entry an index of the frame."""
+    """Keys of each index of the frame."""
 
 
 class OtherVersionError(ValueError):
-    """The frame is of a version that is not spoken here."""
+    """The frame has an unsupported version."""
 
 
 class UnreadableError(ValueError):
-    """It is no frame, or too long to be looked at."""
+    """The message is not a frame, or is too long."""
 
 
 _frame_decoder: Final = msgspec.msgpack.Decoder(Frame)
@@ -100,12 +102,12 @@ _encoder: Final = msgspec.msgpack.Encoder()
 
 
 def encode(frame: Frame) -> bytes:
-    """`frame` as bytes."""
+    """Return `frame` as bytes."""
     return _HEAD + _encoder.encode(frame)
 
 
 def decode(message: bytes) -> Frame:
-    """The frame in `message`; its records are not looked at. Raises one of the errors above."""
+    """Return the frame in `message` with undecoded records. Raises one of the errors above."""
     if len(message) > FRAME_BYTES_MAX or not message.startswith(MAGIC):
         raise UnreadableError
     if not message.startswith(_HEAD):
@@ -120,13 +122,15 @@ def decode(message: bytes) -> Frame:
 
 
 def encode_record(record: Record) -> bytes:
-    """`record` with its length."""
+    """Return `record` with its length."""
     encoded = _encoder.encode(record)
     return _LENGTH.pack(len(encoded)) + encoded
 
 
 def records_of(blob: bytes) -> Iterator[Record]:
-    """The records in `blob`, decoded one by one; ends with `UnreadableError` where it cannot go on."""
+    """Yield the records in `blob`, decoded one by one. Raises `UnreadableError` at the first
+    unreadable one.
+    """
     view = memoryview(blob)
     at = 0
     while at < len(blob):
@@ -144,19 +148,19 @@ def records_of(blob: bytes) -> Iterator[Record]:
 
 
 def loads_of(blob: bytes) -> "npt.NDArray[np.void]":
-    """The loads in `blob`, an array of `LOAD`; what is left over is not looked at."""
+    """Return the loads in `blob`, an array of `LOAD`; an incomplete last entry is ignored."""
     whole = len(blob) // LOAD.itemsize
     return np.frombuffer(blob, dtype=LOAD, count=whole)
 
 
 def endpoint_hash(endpoint: Endpoint) -> int:
-    """64 bits that stand for one incarnation of `endpoint` at every picker."""
+    """Return 64 bits that identify one incarnation of `endpoint` at every picker."""
     text = f"{endpoint.endpoint_id}\0{endpoint.incarnation}"
     return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
 
 
 def index_hashes(signatures: Iterable[str]) -> tuple[int, ...]:
-    """64 bits for each index; of two alike the second is told from the first."""
+    """Return 64 bits for each index; the second of two equal signatures gets another hash."""
     found: list[int] = []
     seen: dict[str, int] = {}
     for signature in signatures:

@@ -1,4 +1,4 @@
-"""Records from one origin: kept in bounds until there is time for them, then learnt one by one."""
+"""The inbox for one origin's records: a bounded queue from which they are learnt one by one."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -14,39 +14,40 @@ from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import Seconds
 
 WAITING_BYTES_MAX: Final = 1024 * 1024
-"""Of one origin; of more the oldest is not learnt."""
+"""Maximum size of the queued records of one origin; beyond it the oldest are dropped."""
 BOOK_BYTES_MAX: Final = 1024 * 1024
-"""A generation of the book of one origin: twice that of a sender, who so never refers to what is
-gone here already."""
+"""Size of a generation of one origin's book: twice that of a sender, so that references to it stay
+valid.
+"""
 CHAIN_BYTES_MAX: Final = 512 * 1024
-"""65,536 blocks, as many as an index looks at."""
+"""Maximum size of a chain: 65,536 blocks, as many as an index looks up."""
 
 
 class Received(Struct):
-    """Records that were received, by what became of them."""
+    """The numbers of received records, by result."""
 
     applied: int = 0
     unknown_endpoint: int = 0
-    """The endpoint is not in our pool, or not in this incarnation."""
+    """Records for an endpoint that is not in our pool, or not in this incarnation."""
     unknown_chain: int = 0
-    """It goes on from a chain that was lost on the way or has been forgotten."""
+    """Records that continue a chain that was lost or has been forgotten."""
     unreadable: int = 0
-    """Frames of which not all could be read."""
+    """Frames that could not be read completely."""
     dropped: int = 0
-    """Frames that came faster than they could be learnt."""
+    """Frames that arrived faster than they could be learnt."""
     over_rate: int = 0
-    """Records above what one origin may tell in a second."""
+    """Records above the limit per second of one origin."""
 
 
 class _Waiting(Struct, frozen=True, gc=False):
     frame: Frame
     received_at_s: Seconds
     age_s: Seconds
-    """To be added to what its records tell."""
+    """Age in seconds to add to the ages of its records."""
 
 
 class Inbox:
-    """What one origin tells, in the order in which it came."""
+    """The queue of one origin's records, in order of arrival."""
 
     def __init__(self, counts: Received) -> None:
         self._counts = counts
@@ -54,17 +55,17 @@ class Inbox:
         self._waiting: deque[_Waiting] = deque()
         self._waiting_bytes = 0
         self._records: Iterator[Record] | None = None
-        """Of the first that waits, if that was begun."""
+        """Undecoded records of the first frame, or None if it was not started."""
         self.lag_s: Seconds = 0.0
-        """How old the last record was when it was learnt: its time at the sender and here."""
+        """Age of the last record when it was learnt: its time at the sender and here."""
         self.chain_lost = False
-        """A record went on from an unknown chain; whoever reads this sets it back."""
+        """True if a record continued an unknown chain; the reader resets it."""
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
     def put(self, frame: Frame, now: Seconds, age_s: Seconds = 0.0) -> None:
-        """Keep the records of `frame` until there is time for them."""
+        """Queue the records of `frame`."""
         if not frame.records:
             return
         self._waiting.append(_Waiting(frame, now, age_s))
@@ -81,9 +82,10 @@ class Inbox:
         indexes: Mapping[int, str],
         now: Seconds,
     ) -> int:
-        """Learn at most `records_max`; return how many were looked at, 0 if none waits.
+        """Learn at most `records_max` records; return how many were processed, 0 if none waits.
 
-        `slots`: hash of an endpoint -> its slot; `indexes`: hash of a signature -> name of the index.
+        `slots` maps the hash of an endpoint to its slot, `indexes` the hash of a signature to the
+        index name.
         """
         for looked_at in range(records_max):
             if not self._waiting:
@@ -118,7 +120,8 @@ class Inbox:
         counts = self._counts
         whole = True
         for index, keys in zip(waiting.frame.indexes, record.keys, strict=False):
-            # Chains are entered in the book even where nothing is learnt: the next one goes on there.
+            # Chains are entered in the book even if nothing is learnt, because later ones refer to
+            # them.
             known = [self._whole(key) for key in keys[:KEYS_MAX]]
             if not all(known):
                 whole = False
@@ -135,7 +138,7 @@ class Inbox:
             counts.applied += 1
 
     def _whole(self, key: Key) -> bytes:
-        """The key that was told, from its first hash on; b"" if its head is not known."""
+        """Return the complete key from its first hash on, or b"" if its head is unknown."""
         book = self._book
         if isinstance(key, bytes):
             if len(key) > STEP_BYTES:
@@ -150,6 +153,6 @@ class Inbox:
         return chain
 
     def drop_first(self) -> None:
-        """Do not learn what is left of the first frame."""
+        """Drop the rest of the first frame."""
         self._waiting_bytes -= len(self._waiting.popleft().frame.records)
         self._records = None

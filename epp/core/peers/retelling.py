@@ -1,7 +1,7 @@
-"""What was missed is asked for again: what a sender keeps of its frames, and what a receiver lacks.
+"""Requests for missed frames: the sender's kept frames, and the receiver's list of gaps.
 
-Both are bounded. A sender keeps records only: the load of a past moment is of no use. Who has asked
-`ASKS_MAX` times in vain gives up, and asks for a snapshot instead.
+Both are bounded. A sender keeps only records, because a past load is useless. A receiver that
+requested a frame `ASKS_MAX` times in vain stops, and requests a snapshot instead.
 """
 
 from collections import deque
@@ -17,17 +17,19 @@ KEPT_S_MAX: Final[Seconds] = 60.0
 KEPT_BYTES_MAX: Final = 4 * 1024 * 1024
 KEPT_FRAMES_MAX: Final = 4_096
 AGAIN_PER_OUTGOING_MAX: Final = 8
-"""Frames told again at once, beside what is new: 400 a second."""
+"""Maximum number of frames repeated at once, beside new ones: 400 a second."""
 AGAIN_BYTES_PER_OUTGOING: Final = 64 * 1024
-"""And no more once they have so many bytes: 3 MB a second to each peer, whatever they ask for."""
+"""Size after which no more frames are repeated at once: 3 MB a second to each peer."""
 RANGES_MAX: Final = 64
-"""Of missed frames of one origin; of more the oldest are given up."""
+"""Maximum number of gaps of one origin; beyond it the oldest are given up."""
 RANGE_FRAMES_MAX: Final = KEPT_FRAMES_MAX
-"""Of a longer gap only the end: nobody keeps more."""
+"""Maximum number of frames requested of a longer gap, from its end; no sender keeps more."""
 RANGES_ASKED_MAX: Final = 16
-"""Of one origin, in one heartbeat."""
+"""Maximum number of ranges requested of one origin in one heartbeat."""
 ASKS_MAX: Final = 15
-"""Heartbeats: twelve seconds to tell all that may be kept, and some that are lost."""
+"""Maximum number of requests for a frame, one per heartbeat: twelve seconds for all kept frames,
+plus losses.
+"""
 
 
 class _Kept(Struct, frozen=True, gc=False):
@@ -36,16 +38,16 @@ class _Kept(Struct, frozen=True, gc=False):
 
 
 class SentFrames:
-    """The live frames that we told last, to be told again to whom they did not reach."""
+    """The live frames that we sent last, for repetition to peers that missed them."""
 
     def __init__(self) -> None:
         self._kept: deque[_Kept] = deque()
         self._bytes = 0
         self._wanted: dict[int, None] = {}
-        """Numbers that somebody asked for, in the order in which they are told."""
+        """Requested numbers, in the order in which they are sent."""
 
     def keep(self, frame: Frame, now: Seconds) -> None:
-        """`frame` is told now; what was told before a number that was not kept is not kept either."""
+        """Keep `frame`, which is sent now; a gap in the numbers drops all earlier frames."""
         if self._kept and frame.number != self._kept[-1].frame.number + 1:
             self._kept.clear()
             self._bytes = 0
@@ -60,13 +62,13 @@ class SentFrames:
             self._bytes -= len(self._kept.popleft().frame.records)
 
     def want(self, first: int, last: int) -> None:
-        """Somebody missed those from `first` to `last`; what is not kept is not told."""
+        """Queue the frames from `first` to `last` for repetition, as far as they are kept."""
         if self._kept:
             oldest, newest = self._kept[0].frame.number, self._kept[-1].frame.number
             self._wanted.update(dict.fromkeys(range(max(first, oldest), min(last, newest) + 1)))
 
     def again(self, now: Seconds) -> list[Frame]:
-        """Some of those that are wanted, with their age."""
+        """Return some of the requested frames, with their age."""
         found: list[Frame] = []
         left = AGAIN_BYTES_PER_OUTGOING
         while self._wanted and left > 0 and len(found) < AGAIN_PER_OUTGOING_MAX:
@@ -88,7 +90,7 @@ class _Gap(Struct):
 
 
 class MissedFrames:
-    """Numbers of one origin's frames that did not come."""
+    """The missed frames of one origin, by number."""
 
     def __init__(self) -> None:
         self._gaps: list[_Gap] = []
@@ -97,12 +99,12 @@ class MissedFrames:
         return bool(self._gaps)
 
     def add(self, first: int, last: int) -> None:
-        """Those from `first` to `last` were skipped."""
+        """Add the numbers from `first` to `last`, which were skipped."""
         self._gaps.append(_Gap(max(first, last - RANGE_FRAMES_MAX + 1), last))
         del self._gaps[:-RANGES_MAX]
 
     def came(self, number: int) -> bool:
-        """`number` has come late; False: it was not missed, or was given up."""
+        """Remove `number`, which came late. Return False if it was not missed, or was given up."""
         for at, gap in enumerate(self._gaps):
             if gap.first <= number <= gap.last:
                 parts = (
@@ -115,7 +117,9 @@ class MissedFrames:
         return False
 
     def asked(self) -> tuple[list[tuple[int, int]], bool]:
-        """What is to be asked for now, (first, last) each; whether some were asked for in vain."""
+        """Return the ranges to request now as (first, last), and whether some were requested in
+        vain.
+        """
         lasting = [gap for gap in self._gaps if gap.asks < ASKS_MAX]
         given_up = len(lasting) < len(self._gaps)
         self._gaps = lasting

@@ -720,5 +720,5 @@ def test_an_index_that_fails_to_share_costs_only_what_it_knows(kind):
 
 def test_an_origin_has_eight_bytes():
     scheduler, _ = picker(1)
-    with pytest.raises(ValueError, match="an origin has 8 bytes, this one 3"):
+    with pytest.raises(ValueError, match="the origin has 3 bytes; it must have 8"):
         PeerExchange(scheduler, origin=b"abc", now=0.0)

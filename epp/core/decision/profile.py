@@ -69,7 +69,8 @@ class WeightedScorer(Struct, frozen=True):
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and self.weight >= 0):
             raise ValueError(
-                f"the weight of scorer {self.name} is {self.weight}; it must be finite and at least 0"
+                f"the weight of scorer {self.name} is {self.weight}; it must be finite and at "
+                "least 0"
             )
 
 

@@ -206,7 +206,7 @@ class Scheduler:
     requests in flight.
     """
 
-    def __init__(  # noqa: PLR0915  a line each of what it has
+    def __init__(  # noqa: PLR0915  one line per attribute
         self, settings: SchedulerSettings, *, seed: int
     ) -> None:
         self.settings = settings
@@ -274,8 +274,8 @@ class Scheduler:
         self.sent: deque[Sent] | None = None
         """Decisions to share with peers, oldest first, or None if there are no peers."""
         self.witness: Witness | None = None
-        self._random = Random(f"{seed}:picker")  # noqa: S311  dice, not secrets
-        secret = Random(f"{seed}:segments").getrandbits(64)  # noqa: S311  routing alone rests on it
+        self._random = Random(f"{seed}:picker")  # noqa: S311  not for security
+        secret = Random(f"{seed}:segments").getrandbits(64)  # noqa: S311  used for routing only
         self.segments = KnownSegments(secret=secret)
         self._read_profile()
 
@@ -959,7 +959,7 @@ class Scheduler:
                 costs = self._costs(request, candidates, scored, first)
         matched, total = candidates.prefix_match(first)
         uncached = float(request.prompt_tokens - matched * self.settings.block_tokens)
-        if uncached < 0.0:  # noqa: PLR1730  a comparison is no call
+        if uncached < 0.0:  # noqa: PLR1730  a comparison is faster than a call
             uncached = 0.0
         lease = self.ledger.open(
             request, slot, matched_blocks=matched, prefill_tokens=uncached, now=now

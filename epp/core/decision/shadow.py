@@ -139,7 +139,7 @@ class Shadow:
             for own, other in zip(profile.filters, acting.filters, strict=True)
         )
         self._scorers = tuple(scorer.name for scorer in profile.scorers)
-        self._random = Random(f"{seed}:shadow")  # noqa: S311  dice, not secrets
+        self._random = Random(f"{seed}:shadow")  # noqa: S311  not for security
         self._block_tokens = block_tokens
         self._totals = totals
 
@@ -170,7 +170,7 @@ class Shadow:
                 verdict = self._compared(
                     request, acted, ranked, scored, position, endpoint_in(slot)
                 )
-        except BaseException as error:  # noqa: BLE001  a part that fails costs only what it adds
+        except BaseException as error:  # noqa: BLE001  the boundary of a plugin
             self.failures.raised(self.profile.picker_name, "judge", error)
         if self.failures.so_far != failed_before:
             verdict, slot = ShadowVerdict(verdict=FAILED), -1

@@ -1,1 +1,1 @@
-"""What engines tell of their KV caches: bytes to events, a stream with gaps, and our keys."""
+"""KV-cache events of engines: decoding, streams with gaps, and translation into our own keys."""

@@ -1,26 +1,29 @@
-"""What one endpoint holds, as its engine tells it, under keys of our own.
+"""The mirror of one rank's cached blocks, translated from the engine's events into our own keys.
 
-An engine names a block by a hash that nobody else can make. `Mirror` keeps, for each block that the
-endpoint holds, which of *our* chained hashes stand for it (`core/prompt/token_blocks`), and turns
-events into keys that are held or gone.
+An engine names a block by a hash that only it can compute. `Mirror` keeps, for each cached block,
+the chained hashes of *ours* that stand for it (`core/prompt/token_blocks`). It turns events into
+keys that are stored or removed.
 
-**Steps.** A key stands for a block of `block_tokens` tokens; an engine's block may be shorter, so the
-chain is made in steps of 16 tokens, and where a block of the engine ends inside one of ours, the mirror
-keeps the hash of that step: other prompts go on from there. Of a block that ends inside a step, as most
-pages of one token do, the tokens behind the last step are kept too: a copy for each block, which takes
-less than a reference to what its neighbours have and outlives them. One of ours is held while the block
-of the engine in which it ends is: engines give up the tail of a prompt before its head.
+**Steps.** A key stands for a block of `block_tokens` tokens, and an engine's block may be shorter.
+The chain is therefore computed in steps of 16 tokens. If a block of the engine ends inside one of
+ours, the mirror keeps the hash of that step, because other prompts continue there. If a block ends
+inside a step, as most blocks of one token do, the mirror also keeps the tokens after the last full
+step. Each such block has its own copy, which is smaller than a reference to its neighbours' tokens
+and outlives them. One of our blocks counts as cached while the engine's block in which it ends is
+cached, because engines evict the end of a prompt before its beginning.
 
-**Copies.** One hash may be in several physical blocks; each copy is stored and removed. An engine whose
-copies come to more blocks than it has does not balance the two: `unbalanced`, and from then on a
-removal is one of all copies, which may forget too much and never too little.
+**Copies.** One hash may belong to several physical blocks, and each copy is stored and removed. If
+the copies exceed the engine's number of blocks, its stores and removals do not balance
+(`unbalanced`). From then on, a removal counts for all copies, which may drop too much and never too
+little.
 
-**Orphans.** A run whose parent is not known, because its store was lost or came before we listened, is
-kept apart, in bounds, until the parent comes: to hang it anywhere else would take one prompt for another.
+**Orphans.** The parent of a run may be unknown, because its store was lost or came before the
+subscription. Such runs are kept apart, within bounds, until the parent comes. To attach them
+elsewhere would mistake one prompt for another.
 
-**Groups.** A hybrid model has one chain of blocks a group, of the same hashes. Blocks of groups that
-look back to the start are ours; of another group it is kept which steps it holds, and `supported` says
-how far a prompt can go that needs all groups at its end.
+**Groups.** A hybrid model has one chain of blocks for each group, with the same hashes. Blocks of
+groups that look back to the start become our keys. For other groups, the mirror keeps the cached
+steps. `supported` returns how much of a prompt is usable if it needs all groups at its end.
 """
 
 from collections import OrderedDict
@@ -36,9 +39,9 @@ from epp.core.prompt.token_blocks import TOKEN_BYTES, step_tokens_of, token_seed
 
 FLOATING_RUNS_MAX: Final = 4_096
 FLOATING_BYTES_MAX: Final = 4 * 1024 * 1024
-"""Of tokens of runs whose parent is not known: a million."""
+"""Maximum size of the tokens of runs with an unknown parent: a million tokens."""
 FLOATING_BLOCKS_MAX: Final = 65_536
-"""In these runs: they may have one token each."""
+"""Maximum number of blocks in these runs, which may have one token each."""
 TIERS_MAX: Final = 8
 GROUPS_MAX: Final = 16
 ADAPTERS_MAX: Final = 4_096
@@ -46,20 +49,20 @@ ADAPTERS_MAX: Final = 4_096
 LOOKS_BACK_TO_THE_START: Final = frozenset(
     {"", "full_attention", "mla_attention", "sink_full_attention"}
 )
-"""Kinds of groups of which a prompt needs every block."""
+"""Kinds of groups for which a prompt needs every block."""
 _LOOKS_BACK_A_WINDOW: Final = frozenset({"sliding_window", "sliding_window_mla"})
 _LOOKS_BACK_ONE: Final = frozenset({"mamba"})
 
 _KEY_BITS: Final = 64
 _KEY_MASK: Final = (1 << _KEY_BITS) - 1
 _END_BYTES: Final = 10
-"""Of an end before the tokens of a tail."""
+"""Size of an end before the tokens of a tail."""
 _TAIL_TOKENS_MAX: Final = 48
-"""In a step, for a tail to take about as much memory as a block with its key."""
+"""Number of tokens of a step whose tail takes about as much memory as a block with its key."""
 
 
 class Changed(Struct, gc=False):
-    """Keys of one tier that are held from now on, or not any more."""
+    """Keys of one tier that were stored or removed."""
 
     held: bool
     tier: str
@@ -67,35 +70,35 @@ class Changed(Struct, gc=False):
 
 
 class MirrorCounts(Struct):
-    """Blocks of the engine, since the mirror was made, by what became of them."""
+    """The numbers of the engine's blocks since the mirror was made, by result."""
 
     stored: int = 0
     removed: int = 0
     orphans: int = 0
-    """Their parent is not known; some may have found it since."""
+    """Blocks with an unknown parent; some may have found it since."""
     unknown: int = 0
-    """Removed, and not known to be held."""
+    """Removed blocks that were not known to be stored."""
     skipped: int = 0
-    """Not followed: held elsewhere, hashes without tokens, more than there is room for."""
+    """Ignored blocks: not local, hashes without tokens, or above the memory limit."""
 
 
 class _Start(Struct, frozen=True, gc=False):
-    """Where a run begins."""
+    """The beginning of a run."""
 
     key: int
-    """The hash of the last step, or the seed of the chain; with the media that begin behind it."""
+    """Hash of the last step, or the seed of the chain; with the media that begin after it."""
     steps: int
-    """Since the last of our keys."""
+    """Number of steps since the last of our keys."""
     rest: bytes = b""
-    """The tokens behind the last step."""
+    """Tokens after the last step."""
 
 
 class _Floating(Struct, gc=False):
-    """A run whose parent is not known."""
+    """A run whose parent is unknown."""
 
     stored: Stored
     count: int
-    """Of its blocks, from the first on, those that still are held."""
+    """Number of its leading blocks that are still cached."""
 
 
 class _Tier:
@@ -105,36 +108,40 @@ class _Tier:
 
     def __init__(self) -> None:
         self.blocks: dict[int, int] = {}
-        """Of a block -> its end: the key of ours with which it ends, the very object of the index, or,
-        of one that ends inside of ours what `_end` makes, below 0."""
+        """End of each block: the key of ours with which it ends, as the very object of the index.
+        If the block ends inside one of ours, it is a value of `_end` below 0.
+        """
         self.tails: dict[int, bytes] = {}
-        """Of one that ends inside a step -> hash of the step before, steps since the last of our keys,
-        and the tokens behind that step."""
+        """Tail of each block that ends inside a step: the end before that step, and the tokens
+        after it.
+        """
         self.more: dict[int, tuple[int, ...]] = {}
-        """Of a block within which some of ours end -> their keys."""
+        """Keys of ours that end within a block."""
         self.more_keys = 0
-        """In all of `more`."""
+        """Number of keys in `more`."""
         self.copies: dict[int, int] = {}
-        """Of a block that is there more than once -> how often."""
+        """Number of copies of each block that is stored more than once."""
 
     def __len__(self) -> int:
         return len(self.blocks) + len(self.tails)
 
 
 class _Group:
-    """A group beside the first that needs every block: what it holds, and what it needs."""
+    """A group other than the first that needs every block: its cached blocks, and the blocks that
+    it needs.
+    """
 
     __slots__ = ("held", "kind", "window")
 
     def __init__(self, kind: str, window: int) -> None:
         self.kind = kind
         self.window = window
-        """Tokens that it looks back; 0: not told."""
+        """Number of tokens that the group looks back; 0 if not reported."""
         self.held: dict[int, int] = {}
-        """The engine's hash of a block -> copies."""
+        """Number of copies of each block, by the engine's hash."""
 
     def blocks_needed(self, blocks: int, block_tokens: int) -> int:
-        """Of the last `blocks` blocks before the end of a prompt, those that must be held."""
+        """Return how many of the last `blocks` blocks of a prompt must be cached."""
         if self.kind in _LOOKS_BACK_ONE:
             return min(1, blocks)
         if self.kind in _LOOKS_BACK_A_WINDOW and self.window:
@@ -143,47 +150,53 @@ class _Group:
 
 
 class Mirror:
-    """What one endpoint holds."""
+    """The cached blocks of one rank."""
 
     def __init__(self, block_tokens: int) -> None:
-        """`block_tokens`: of ours."""
+        """Create an empty mirror; `block_tokens` is the size of our blocks."""
         self.block_tokens: Final = block_tokens
         self.step_tokens: Final = step_tokens_of(block_tokens)
         self.counts = MirrorCounts()
         self.engine_block_tokens = 0
-        """The most that a block of the engine had."""
+        """Largest number of tokens in a block of the engine."""
         self.adapters: set[str] = set()
-        """LoRA adapters that were named."""
+        """Names of LoRA adapters in the events."""
         self.counting = True
-        """Copies are counted; False: a removal is one of all."""
+        """True if copies are counted; False if a removal counts for all copies."""
         self.cut = False
-        """Blocks are held that are not kept here: there was no room."""
+        """True if some cached blocks are not kept here for lack of memory."""
         self.tiers: dict[str, _Tier] = {DEVICE: _Tier()}
         self.groups: dict[int, _Group] = {}
-        """All but the first of those that need every block."""
+        """Groups other than the first that needs every block."""
         self._first_group: int | None = None
         self._named: dict[int, int] = {}
-        """Hash of a step -> the engine's hash of the block that ends there; where there are groups."""
+        """Engine's hash of the block that ends with each step, by hash of the step; kept only if
+        there are groups.
+        """
         self._steps_per_block: Final = block_tokens // self.step_tokens
         self._inside: Final = [-(steps << _KEY_BITS) for steps in range(self._steps_per_block)]
-        """By the steps behind a key: less the hash of a step it is the `_end` there."""
+        """Offsets by number of steps after a key; the offset minus the hash of a step is the `_end`
+        there.
+        """
         self.tail_blocks: Final = -(-self.step_tokens // _TAIL_TOKENS_MAX)
-        """A block that ends inside a step counts as so many, by the memory that its tokens take."""
+        """Number of blocks for which a block with a tail counts, by the memory of its tokens."""
         self._floating: OrderedDict[int, list[_Floating]] = OrderedDict()
-        """By the parent that is not known; the oldest first."""
+        """Runs by their unknown parent, oldest first."""
         self._floating_at: dict[int, _Floating] = {}
-        """The engine's hash of a block -> the run in which it is."""
+        """Run of each floating block, by the engine's hash."""
         self._floating_bytes = 0
         self.floating_runs = 0
-        """Whose parent is not known."""
+        """Number of runs with an unknown parent."""
 
     def __len__(self) -> int:
-        """Blocks of the engine that are kept, of all tiers and groups; of tails `tail_blocks` each."""
+        """Return the number of kept blocks of all tiers and groups; a tail counts as `tail_blocks`."""
         return self._taken(self.tail_blocks)
 
     @property
     def rows(self) -> int:
-        """The same in rows of the memory plan: a block of a tail takes one more, for its tokens."""
+        """Return the number of rows for the memory plan; a block with a tail takes one more, for
+        its tokens.
+        """
         return self._taken(2 * self.tail_blocks)
 
     def _taken(self, by_tail: int) -> int:
@@ -197,27 +210,29 @@ class Mirror:
 
     @property
     def numbers(self) -> int:
-        """That are kept of where blocks end, and of keys that end within; a list of these is two."""
+        """Return the number of integers kept for ends and keys; a list of keys counts as two."""
         return sum(
             len(tier.blocks) + 2 * len(tier.more) + tier.more_keys for tier in self.tiers.values()
         )
 
     @property
     def copies(self) -> int:
-        """Blocks of the device, each copy counted."""
+        """Return the number of blocks on the device, with every copy."""
         device = self.tiers[DEVICE]
         return len(device) + sum(device.copies.values()) - len(device.copies)
 
     def unbalanced(self, blocks_total: int) -> bool:
-        """More is held than the device has blocks: what it tells does not balance."""
+        """Return whether more blocks are stored than the device has, so that the events do not
+        balance.
+        """
         return self.counting and self.copies > max(0, blocks_total - 1)
 
     # Events.
 
     def store(self, stored: Stored, changes: list[Changed], room: int) -> Fault | None:
-        """Follow a run of blocks; what becomes held of ours goes to `changes`.
+        """Apply the store of a run of blocks; our keys that become cached are added to `changes`.
 
-        `room`: by how much `len` may grow; what is more is not kept.
+        `room` limits the growth of `len`; blocks beyond it are not kept.
         """
         if not stored.local:
             self.counts.skipped += len(stored.hashes)
@@ -242,7 +257,7 @@ class Mirror:
         return None
 
     def _store_tokens(self, stored: Stored, tier: _Tier, changes: list[Changed], room: int) -> None:
-        """Follow a run, and those that waited for it."""
+        """Apply a run, and the runs that waited for it."""
         if stored.adapter and len(self.adapters) < ADAPTERS_MAX:
             self.adapters.add(stored.adapter)
         runs = [stored]
@@ -262,7 +277,9 @@ class Mirror:
                     runs += [self._attached(waiting) for waiting in self._floating.pop(block, ())]
 
     def remove(self, removed: Removed, changes: list[Changed]) -> None:
-        """Blocks are gone, or one copy of them; keys that are not held any more go to `changes`."""
+        """Apply the removal of blocks, or of one copy of each; our keys that are removed are added
+        to `changes`.
+        """
         if not removed.local:
             return
         if removed.group in self.groups or self._first_group not in (None, removed.group):
@@ -294,7 +311,7 @@ class Mirror:
             changes.append(Changed(False, removed.tier, gone))
 
     def _remove_usual(self, removed: Removed, tier: _Tier, gone: list[int]) -> None:
-        """As `remove`, where a block is in one table and nowhere else."""
+        """Remove blocks in the usual case, in which a block is in one table and nowhere else."""
         blocks, tails = tier.blocks, tier.tails
         before = len(blocks) + len(tails)
         for block in removed.hashes:
@@ -311,7 +328,7 @@ class Mirror:
         self.counts.removed += before - len(blocks) - len(tails)
 
     def adopt(self, changes: Iterable[Changed]) -> None:
-        """Hold keys, and hold them no more, of blocks whose names are not known: each its own."""
+        """Store and remove keys of blocks with unknown names; each key names its own block."""
         for changed in changes:
             tier = self.tiers.setdefault(changed.tier, _Tier())
             if changed.held:
@@ -321,10 +338,13 @@ class Mirror:
                     tier.blocks.pop(key, None)
 
     def give_up(self, blocks: int, changes: list[Changed]) -> int:
-        """Forget `blocks` of `len`, those that were stored last, tails first; return how many."""
+        """Drop `blocks` blocks as counted by `len`, the last stored first, tails first. Return how
+        many were dropped.
+        """
         self.cut = True
         given = 0
-        # `popitem` goes by what was deleted at the end of a table once, `reversed` each time.
+        # `popitem` skips deleted entries at the end of a table only once; `reversed` skips them
+        # each time.
         for name, tier in reversed(self.tiers.items()):
             gone: list[int] = []
             while given < blocks and tier.tails:
@@ -346,9 +366,10 @@ class Mirror:
         return given
 
     def supported(self, steps: Sequence[int], blocks: int) -> int:
-        """Of `blocks` of ours that are held, how many a prompt can use that needs all groups.
+        """Return how many of `blocks` cached blocks of ours a prompt can use if it needs all
+        groups.
 
-        `steps`: the chain of the prompt in steps.
+        `steps` is the chain of the prompt in steps.
         """
         size, odd = divmod(self.engine_block_tokens, self.step_tokens)
         if not self.groups:
@@ -373,7 +394,7 @@ class Mirror:
     # Chains.
 
     def _start_of(self, stored: Stored) -> _Start | None:
-        """Where the run begins; None: its parent is not known."""
+        """Return the beginning of the run, or None if its parent is unknown."""
         parent = stored.parent
         if parent is None:
             salt = stored.extras[0].salt if stored.extras else ""
@@ -389,7 +410,7 @@ class Mirror:
         return None
 
     def _follow(self, stored: Stored, start: _Start, tier: _Tier, room: int) -> list[int]:
-        """Note each block of the run, which begins at `start`; return the keys that are new."""
+        """Store each block of the run, which begins at `start`. Return the new keys."""
         size = stored.block_tokens
         self.engine_block_tokens = max(self.engine_block_tokens, size)
         steps, odd = divmod(size, self.step_tokens)
@@ -404,7 +425,7 @@ class Mirror:
     def _follow_even(
         self, stored: Stored, start: _Start, tier: _Tier, steps: int, new: list[int]
     ) -> None:
-        """Some blocks of the engine make one of ours, and there is room for all."""
+        """Follow a run in which several engine blocks make up one of ours, with room for all."""
         chain = chained(stored.tokens, start.key, self.step_tokens * TOKEN_BYTES)
         hashes = chain[steps - 1 :: steps] if steps > 1 else chain
         blocks = tier.blocks
@@ -429,7 +450,7 @@ class Mirror:
     def _follow_odd(
         self, stored: Stored, start: _Start, tier: _Tier, room: int, new: list[int]
     ) -> None:
-        """Blocks of the engine that are no part of ours, or that have more than tokens."""
+        """Follow a run of blocks that do not divide ours, or that have more than tokens."""
         step_bytes = self.step_tokens * TOKEN_BYTES
         block_bytes = stored.block_tokens * TOKEN_BYTES
         end = len(start.rest)
@@ -452,7 +473,7 @@ class Mirror:
                 continue
             kept += 1
             room -= taken
-            # Those of ours that end within the block.
+            # These keys of ours end within the block.
             ended = keys[first + -(start.steps + first) % per_block : steps + 1 : per_block]
             new += ended
             at = (start.steps + steps) % per_block
@@ -467,7 +488,7 @@ class Mirror:
             else:
                 blocks[block] = _end(key, at)
                 if not at:
-                    # It is told by the end.
+                    # The end of the block already stands for this key.
                     ended.pop()
                 if self.groups:
                     self._named[key] = block
@@ -477,7 +498,7 @@ class Mirror:
         self.counts.stored += kept
 
     def _store_hashes(self, stored: Stored, tier: _Tier, changes: list[Changed], room: int) -> None:
-        """Blocks without tokens: those that another tier has told are known by it."""
+        """Store blocks without tokens if another tier knows them."""
         keys: list[int] = []
         for block in stored.hashes:
             if block in tier.blocks or block in tier.tails:
@@ -512,14 +533,14 @@ class Mirror:
             tier.copies[block] = tier.copies.get(block, 1) + 1
 
     def _one_less(self, block: int, tier: _Tier) -> bool:
-        """Whether a copy is left of `block`."""
+        """Return whether a copy of `block` is left."""
         count = tier.copies.pop(block, 1) - 1
         if count > 1:
             tier.copies[block] = count
         return count > 0
 
     def _drop(self, block: int, tier: _Tier, gone: list[int]) -> bool:
-        """`block` is held no more; False: it was not known."""
+        """Remove `block`. Return False if it was unknown."""
         end = tier.blocks.pop(block, None)
         if end is not None:
             self._ended(block, end, tier, gone)
@@ -530,13 +551,13 @@ class Mirror:
         return True
 
     def _ended(self, block: int, end: int, tier: _Tier, gone: list[int]) -> None:
-        """`block`, which is no tail, is held no more."""
+        """Complete the removal of `block`, which has no tail."""
         if end >= 0:
             gone.append(end)
         self._dropped(block, end, tier, gone)
 
     def _dropped(self, block: int, end: int | None, tier: _Tier, gone: list[int]) -> None:
-        """What is kept beside the row of `block` goes with it; `end`: of one that is no tail."""
+        """Remove the data kept for `block` outside its row; `end` is None for a block with a tail."""
         if tier.copies:
             tier.copies.pop(block, None)
         if tier.more:
@@ -546,7 +567,7 @@ class Mirror:
         if end is not None and self._named:
             self._named.pop(_step_of(end)[0], None)
 
-    # Runs whose parent is not known.
+    # Runs with an unknown parent.
 
     def _float(self, stored: Stored) -> None:
         self.counts.orphans += len(stored.hashes)
@@ -569,7 +590,7 @@ class Mirror:
                 self._attached(gone)
 
     def _attached(self, run: _Floating) -> Stored:
-        """What is left of a run that floats no more."""
+        """Return the rest of a run that no longer floats."""
         stored = run.stored
         self._floating_bytes -= len(stored.tokens)
         self.floating_runs -= 1
@@ -591,10 +612,10 @@ class Mirror:
         )
 
     def _cut_floating(self, block: int) -> None:
-        """What follows `block` in its run leads nowhere any more."""
+        """Drop the blocks of a run from `block` on, because nothing can be attached to them."""
         run = self._floating_at[block]
         gone = None
-        # From the end, so that each block of a run is gone by once, in whatever order they go.
+        # Blocks are dropped from the end, so that each is dropped once, in any order of removal.
         while gone != block:
             run.count -= 1
             gone = run.stored.hashes[run.count]
@@ -636,25 +657,27 @@ class Mirror:
                 group.held.pop(block, None)
 
     def _name_all(self) -> None:
-        """From now on it matters which block of the engine ends where."""
+        """Start to record which engine block ends at which step."""
         for tier in self.tiers.values():
             self._named.update((_step_of(end)[0], block) for block, end in tier.blocks.items())
 
 
 def _end(step: int, steps: int) -> int:
-    """Of a block that ends with the hash `step`, `steps` behind the last of our keys: a key itself."""
+    """Return the end of a block whose last hash is `step`, `steps` after the last of our keys; a
+    key itself if 0.
+    """
     return -(steps << _KEY_BITS | step) if steps else step
 
 
 def _step_of(end: int) -> tuple[int, int]:
-    """What `_end` was made of."""
+    """Return the arguments from which `_end` made `end`."""
     return (end, 0) if end >= 0 else (-end & _KEY_MASK, -end >> _KEY_BITS)
 
 
 def _begins(stored: Stored, behind: int, step_bytes: int) -> dict[int, list[tuple[int, str]]]:
-    """Step, of those from the one that the run finds open -> (block in the run, medium that begins).
+    """Return the media that begin in each step, as (block in the run, identifier), by step.
 
-    `behind`: bytes of that step before the run.
+    Steps count from the one that is unfinished before the run; `behind` is the number of its bytes.
     """
     begins: dict[int, list[tuple[int, str]]] = {}
     for number, extra in enumerate(stored.extras):
@@ -667,7 +690,7 @@ def _begins(stored: Stored, behind: int, step_bytes: int) -> dict[int, list[tupl
 def _chain(
     tokens: bytes, seed: int, step_bytes: int, begins: dict[int, list[tuple[int, str]]]
 ) -> list[int]:
-    """`seed`, and the hash of each whole step behind it."""
+    """Return `seed`, and the hash of each whole step after it."""
     steps = len(tokens) // step_bytes
     keys = [seed]
     if not begins:

@@ -1,12 +1,12 @@
-"""The payload of one KV-event message to events: msgpack, whichever engine and release wrote it.
+"""Decoder of KV-cache event messages: msgpack from any engine and release.
 
-`[time, [event, ...], rank]`. An event is an array, `["BlockStored", ...]`, of vLLM before 0.24 and of
-SGLang, or a map with a member `type` since. Members may be missing at the end of an array and
-anywhere in a map; those that are not known are skipped. A hash is an integer, signed or not, or the
-bytes of a digest, of which the last eight count.
+The payload is `[time, [event, ...], rank]`. An event is an array, `["BlockStored", ...]`, in vLLM
+before 0.24 and in SGLang, or since then a map with a member `type`. Members may be missing at the
+end of an array and anywhere in a map; unknown members are skipped. A hash is an integer, signed or
+not, or a digest, of which the last eight bytes count.
 
-Nothing here raises because of what an engine writes. What cannot be read is a `Fault`, by its reason:
-one whose loss may leave a block that is gone believed to be held says so.
+Nothing here raises because of an engine's data. Unreadable data becomes a `Fault` with its reason.
+A fault also says whether its loss may leave a removed block recorded as cached.
 """
 
 import re
@@ -23,38 +23,40 @@ from msgspec.msgpack import Decoder
 
 PAYLOAD_BYTES_MAX: Final = 16 * 1024 * 1024
 BLOCKS_MAX: Final = 65_536
-"""Of all events of one payload together: 4 million tokens in blocks of 64."""
+"""Maximum number of blocks of all events of one payload: 4 million tokens in blocks of 64."""
 EVENTS_MAX: Final = 65_536
 TIER_CHARACTERS_MAX: Final = 32
 NAME_CHARACTERS_MAX: Final = 256
-"""Of adapters, salts, media and kinds of groups, where they are longer the block is not known."""
+"""Maximum length of names of adapters, salts, media and kinds of groups; blocks with longer ones
+are unknown.
+"""
 DEVICE: Final = "gpu"
-"""The tier of a block of which none is told."""
+"""Tier of a block without a reported tier."""
 GROUP_MAX: Final = 255
 _HASH_MASK: Final = 2**64 - 1
 
 
 class Fault(StrEnum):
-    """Why an event, or a whole payload, is not known."""
+    """The reason why an event or a whole payload could not be used."""
 
     TOO_LARGE = "too large"
     NOT_A_BATCH = "not a batch"
-    """It is not msgpack, or not a time, a list of events and a rank."""
+    """The payload is not msgpack, or not a time, a list of events and a rank."""
     TOO_MANY = "too many blocks"
     REMOVAL = "unreadable removal"
-    """What it removed is still believed to be held."""
+    """An unreadable removal; its blocks are still recorded as cached."""
     CLEARING = "unreadable clearing"
     STORE = "unreadable store"
-    """A hash, an id or a size is none."""
+    """An invalid hash, id or size in a store."""
     NOT_DENSE = "not dense"
-    """It lists some of the blocks and the tokens of all, as groups with a window do."""
+    """A store with some of the blocks but the tokens of all, as groups with a window send it."""
     UNKNOWN_TYPE = "unknown type"
     KEYS = "unknown keys"
-    """More than the tokens decides what its blocks are, and it cannot be told what."""
+    """A store whose blocks depend on more than their tokens, in a way that is not readable."""
 
     @property
     def may_hide_a_removal(self) -> bool:
-        """What was believed of the endpoint before may not hold any more."""
+        """Return whether blocks that are still recorded may have been removed."""
         return self in _HIDES
 
 
@@ -64,75 +66,79 @@ _HIDES: Final = frozenset(
 
 
 class BlockExtra(Struct, frozen=True, gc=False):
-    """What decides beside its tokens what a block is."""
+    """The properties of a block apart from its tokens."""
 
     media: tuple[tuple[str, int], ...] = ()
-    """What begins in it: an identifier, and at which token of the block; in their order."""
+    """Media that begin in the block, in order: identifier, and position of their first token in the
+    block.
+    """
     salt: str = ""
 
 
 class Stored(Struct, frozen=True, gc=False):
-    """An endpoint holds a run of consecutive blocks."""
+    """A run of consecutive blocks was stored."""
 
     hashes: list[int]
-    """The engine's, 64 bits each."""
+    """Engine's hashes, 64 bits each."""
     parent: int | None = None
-    """That of the block before the first; None: there is none."""
+    """Hash of the block before the first, or None if the run starts a prompt."""
     tokens: bytes = b""
-    """The ids of all blocks, 4 little-endian bytes each; b"": they are not told, only hashes."""
+    """Token ids of all blocks, 4 little-endian bytes each; b"" if only hashes were reported."""
     block_tokens: int = 0
     tier: str = DEVICE
-    """Lower case."""
+    """Name of the tier in lower case."""
     adapter: str = ""
     extras: tuple[BlockExtra, ...] = ()
-    """One a block; (): none has any."""
+    """Extra properties of each block; () if none has any."""
     group: int = 0
     kind: str = ""
-    """Of the group; "": not told."""
+    """Kind of the group; "" if not reported."""
     window: int = 0
-    """Tokens that the group looks back, where it does not look back to the start."""
+    """Number of tokens that the group looks back, if it does not look back to the start."""
     sparse: bool = False
-    """Of its group only some blocks are kept: `tokens` are not those of `hashes`, and not kept."""
+    """True if the group keeps only some blocks; `tokens` would not belong to `hashes`, and are
+    dropped.
+    """
     local: bool = True
-    """False: held elsewhere, any endpoint can load it."""
+    """False if the blocks are stored elsewhere, from where any endpoint can load them."""
 
 
 class Removed(Struct, frozen=True, gc=False):
-    """An endpoint does not hold blocks any more, or holds one copy less."""
+    """Blocks were removed, or one copy of each."""
 
     hashes: list[int]
     tier: str = DEVICE
     group: int = 0
     copies_left: list[int] | None = None
-    """One a hash, where the engine counts itself."""
+    """Remaining copies of each block, or None if the engine does not count them."""
     local: bool = True
 
 
 class Cleared(Struct, frozen=True, gc=False):
-    """An endpoint holds nothing any more."""
+    """All blocks of the rank were removed."""
 
 
 Event: TypeAlias = Stored | Removed | Cleared
 
 
 class Batch(Struct, frozen=True, kw_only=True):
-    """What one payload tells, in its order."""
+    """The events of one payload, in order."""
 
     events: tuple[Event, ...] = ()
     blocks: int = 0
-    """Of all events."""
+    """Number of blocks of all events."""
     faults: tuple[Fault, ...] = ()
     at_s: float = 0.0
-    """By the engine's clock, since 1970."""
+    """Time by the engine's clock, since 1970."""
     rank: int = 0
 
     @property
     def broken(self) -> bool:
-        """What was believed of the endpoint before may not hold any more."""
+        """Return whether blocks that are still recorded may have been removed."""
         return any(fault.may_hide_a_removal for fault in self.faults)
 
 
-# --- as engines write them ----------------------------------------------------------------------
+# --- events in the form of engines ----------------------------------------------------------------
 
 _Hash: TypeAlias = int | bytes
 
@@ -220,7 +226,7 @@ _UNREADABLE: Final = (
     RecursionError,
     MemoryError,
 )
-"""What decoding and converting raise for what an engine wrote, deeply nested pieces included."""
+"""Errors of decoding and converting an engine's data, including deep nesting."""
 
 _FAULT_OF: Final = {
     "BlockStored": Fault.STORE,
@@ -228,7 +234,7 @@ _FAULT_OF: Final = {
     "AllBlocksCleared": Fault.CLEARING,
 }
 
-# First bytes of msgpack's values.
+# First bytes of msgpack values.
 _FIXMAP: Final = range(0x80, 0x90)
 _MAPS: Final = (0xDE, 0xDF)
 _ARRAY16: Final = 0xDC
@@ -236,10 +242,10 @@ _ARRAY32: Final = 0xDD
 _NUMBER_BYTES: Final = {
     0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9,
 }  # fmt: skip
-"""Of a number with this first byte; of another it is one."""
+"""Size of a number by its first byte; any other byte is a number itself."""
 
-# An engine that is full removes a block for each that it stores, one an event, and vLLM writes them before
-# all else: of these the hashes are cut out, in a tenth of the time that reading them takes.
+# A full engine removes a block for each that it stores, one per event, and vLLM writes these
+# removals first. Their hashes are cut out directly, in a tenth of the time of decoding them.
 _BEFORE_HASH: Final = b"\x84\xa4type\xacBlockRemoved\xacblock_hashes\x91\xcf"
 _AFTER_HASH: Final = b"\xa6medium\xa3GPU\xa9group_idx\x00"
 _usual_removals: Final = re.compile(
@@ -250,20 +256,20 @@ _USUAL_REMOVAL: Final = _RemovedMap([], medium="GPU", group_idx=0)
 _ARRAY32_HEAD: Final = bytes([_ARRAY32])
 _ARRAY_OF_3: Final = b"\x93"
 _SMALL_INTEGERS: Final = 0x80
-"""A byte below is such an integer."""
+"""Upper bound of bytes that are small integers."""
 
 
 def rank_in(payload: bytes) -> int | None:
-    """The rank that `payload` says it is of, looked up in its last byte alone.
+    """Return the rank in `payload`, read from its last byte alone.
 
-    None: it says none, or none below 128.
+    Return None if there is no rank, or none below 128.
     """
     rank = payload[-1] if payload[:1] == _ARRAY_OF_3 else _SMALL_INTEGERS
     return rank if rank < _SMALL_INTEGERS else None
 
 
 def read_payload(payload: bytes) -> Batch:
-    """The events of `payload`, in its order, and what of it cannot be known."""
+    """Return the events of `payload`, in order, and its faults."""
     if len(payload) > PAYLOAD_BYTES_MAX:
         return Batch(faults=(Fault.TOO_LARGE,))
     try:
@@ -286,7 +292,7 @@ def read_payload(payload: bytes) -> Batch:
         left = (count - len(removed)).to_bytes(4, "big")
         rest = b"".join((payload[:at], _ARRAY32_HEAD, left, payload[end:]))
     envelope: _Maps | _Arrays | _Envelope
-    # What it is made of is asked at each, by its class.
+    # The type of each element is checked later, by its class.
     read: list[Any]
     try:
         envelope = _decode_maps(rest) if maps else _decode_arrays(rest)
@@ -311,7 +317,9 @@ def read_payload(payload: bytes) -> Batch:
 
 
 def _known(read: list[Any], removed: list[int], faults: list[Fault]) -> tuple[list[Event], int]:
-    """The events of what was `read`, and their blocks. `removed`: by usual removals before them."""
+    """Return the events from `read`, and their number of blocks. `removed` are usual removals
+    before them.
+    """
     events: list[Event] = []
     run: Any = None
     if removed:
@@ -320,7 +328,7 @@ def _known(read: list[Any], removed: list[int], faults: list[Fault]) -> tuple[li
     blocks = 0
     for each in read:
         if type(each) is type(run) and _goes_on(run, each):
-            # One a block is what engines write, and most of what they write.
+            # Engines mostly write one removal per block, and removals are most of what they write.
             try:
                 removed += _hashes(each.block_hashes)
             except _UNREADABLE:
@@ -341,7 +349,9 @@ def _known(read: list[Any], removed: list[int], faults: list[Fault]) -> tuple[li
 
 
 def _goes_on(run: Any, other: Any) -> bool:
-    """Whether `other`, of the class of `run`, removes blocks as that does: only their hashes differ."""
+    """Return whether `other`, of the same class as `run`, is the same removal except for the
+    hashes.
+    """
     if not isinstance(run, _Removed):
         return False
     if other.medium != run.medium or other.group_idx != run.group_idx:
@@ -354,9 +364,9 @@ def _plain(read: Any) -> bool:
 
 
 def _first_of(payload: bytes, at: int) -> tuple[int, int]:
-    """Where the first item of the list at `at` begins, and how many there are.
+    """Return the position of the first item of the list at `at`, and the number of items.
 
-    `ValueError`: there is no list. `IndexError`: there is nothing.
+    Raises `ValueError` if there is no list, and `IndexError` at the end of the payload.
     """
     head = payload[at]
     if head & 0xF0 == 0x90:
@@ -365,11 +375,13 @@ def _first_of(payload: bytes, at: int) -> tuple[int, int]:
         return at + 3, int.from_bytes(payload[at + 1 : at + 3], "big")
     if head == _ARRAY32:
         return at + 5, int.from_bytes(payload[at + 1 : at + 5], "big")
-    raise ValueError("it is no list")
+    raise ValueError("expected a list")
 
 
 def _one_by_one(raw: Raw, faults: list[Fault]) -> list[Any]:
-    """The events of a payload that cannot be read as a whole; those that cannot be are `faults`."""
+    """Return the events of a payload that cannot be decoded as a whole; unreadable ones are added
+    to `faults`.
+    """
     read: list[Any] = []
     try:
         pieces = _decode_list(raw)
@@ -387,7 +399,7 @@ def _one_by_one(raw: Raw, faults: list[Fault]) -> list[Any]:
 
 
 def _why(event: memoryview) -> Fault:
-    """What is lost with an event that cannot be read."""
+    """Return the fault for an unreadable event."""
     try:
         found: Any = msgspec.msgpack.decode(event)
     except _UNREADABLE:
@@ -399,7 +411,7 @@ def _why(event: memoryview) -> Fault:
             return Fault.REMOVAL
 
 
-# --- as they are known --------------------------------------------------------------------------
+# --- events in our form ---------------------------------------------------------------------------
 
 
 def _event(read: Any) -> Event | Fault:
@@ -428,7 +440,7 @@ def _stored(read: _Stored) -> Stored | Fault:
     sparse = bool(ids) and len(ids) != len(hashes) * block_tokens
     adapter = read.lora_name or ""
     if not adapter and read.lora_id is not None:
-        # Old releases tell a number alone, which depends on the order of loading; vLLM counts from 1.
+        # Old releases report only a number, which depends on the order of loading; vLLM counts from 1.
         if isinstance(read.lora_id, str):
             adapter = read.lora_id
         elif read.lora_id > 0:
@@ -481,18 +493,18 @@ def _removed(read: _Removed) -> Removed | Fault:
 
 
 def _hashes(told: list[_Hash]) -> list[int]:
-    """`told` itself, where they are that already, as nearly always."""
+    """Return `told` itself if it already has the result's form, as in nearly all cases."""
     numbers: Any = told
     try:
         as_they_are = min(numbers, default=0) >= 0
     except TypeError:
-        # Among them are bytes.
+        # Some of the hashes are bytes.
         as_they_are = False
     return numbers if as_they_are else [_hash(each) for each in told]
 
 
 def _hash(told: _Hash) -> int:
-    """The low 64 bits."""
+    """Return the low 64 bits."""
     if isinstance(told, int):
         return told & _HASH_MASK
     if not 8 <= len(told) <= 64:
@@ -501,7 +513,7 @@ def _hash(told: _Hash) -> int:
 
 
 def _ids(told: Sequence[int]) -> bytes:
-    """4 little-endian bytes each. Raises `OverflowError` for what is no id."""
+    """Return 4 little-endian bytes for each id. Raises `OverflowError` for an invalid id."""
     words = array("I", told)
     if sys.byteorder == "big":
         words.byteswap()
@@ -509,7 +521,7 @@ def _ids(told: Sequence[int]) -> bytes:
 
 
 def _tier(medium: str | None) -> str | None:
-    """In lower case, "" and nothing are the device; None: it is no name."""
+    """Return the tier in lower case, the device for "" and None; None for a name that is too long."""
     if medium == "GPU":
         return DEVICE
     if not medium:
@@ -520,11 +532,12 @@ def _tier(medium: str | None) -> str | None:
 def _extras(
     told: list[Any], adapter: str, block_tokens: int, *, starts: bool
 ) -> tuple[BlockExtra, ...] | None:
-    """One a block; None: what they mean cannot be told.
+    """Return the extra properties of each block, or None if their meaning is unknown.
 
-    They are not tagged. The adapter's name comes first, then media as (identifier, offset from the
-    start of the block), then the salt, of a first block alone, then the digest of embeddings, as
-    bytes. Around 0.18 media came as bare identifiers, which do not say where they begin.
+    The keys have no tags. The adapter's name comes first, then media as (identifier, offset from
+    the start of the block). Then follow the salt, only in a first block, and the digest of
+    embeddings, as bytes. Around release 0.18, media came as bare identifiers without their
+    positions.
     """
     found: list[BlockExtra] = []
     for number, keys in enumerate(told):

@@ -1,23 +1,23 @@
-"""One endpoint's stream of KV events without I/O: what is missing, what is to be asked for, what counts.
+"""The state machine of one rank's KV event stream, without I/O: gaps, requests and validity.
 
-A shell tells what happens to its socket (`connected`, `received`, `replayed`, ...) and what the pool
-knows of the process (`watched`); it takes `actions` after each and does them in their order. Nothing
-here raises because of what an engine sends, and nothing waits: while frames are asked for again, new
-ones are held, in bounds.
+A shell reports what happens to its socket (`connected`, `received`, `replayed`, ...) and what the
+pool knows of the process (`watched`). After each call, it takes `actions` and performs them in
+order. Nothing here raises because of an engine's data, and nothing waits. While frames are
+requested again, new ones are buffered, within bounds.
 
-**The protocol has no epoch.** Frames are counted from 0 by each process of an engine, so a process that
-restarted and is already beyond our last number looks as if frames had been lost. What was missed is
-therefore grafted on the old picture only once a scrape that is newer than the gap has shown the same
-process; else everything is forgotten and asked for from 0.
+**The protocol has no epoch.** Each process of an engine counts its frames from 0. If a restarted
+process is already beyond our last number, it looks as if frames were lost. Replayed frames are
+therefore appended to the old state only after a scrape newer than the gap has shown the same
+process. Otherwise everything is dropped and requested from 0.
 
-**A number may be damaged.** A frame whose number is further ahead of the last than any engine could
-have come is left out like a frame that never came. If the next one is too far ahead as well, its
-numbers are those of another process, and everything is forgotten.
+**A number may be damaged.** A frame is ignored if its number is further ahead than any engine can
+be. If the next frame is too far ahead as well, the numbers belong to another process, and
+everything is dropped.
 
-**It has no snapshot.** An engine keeps its last frames, 10,000 mostly. Who asks for all and gets less
-knows some blocks that are held and none that are not: `complete` is false, and stays so. Where an
-engine has snapshots, with an epoch, the number with which its frames go on, and a heartbeat, `snapshot`
-and `heartbeat` take the place of all that is guessed here.
+**The protocol has no snapshot.** An engine keeps its last frames, mostly 10,000. A replay that does
+not start at 0 gives only some of the cached blocks; `complete` is then False, and stays so. Some
+engines have snapshots, with an epoch, the number of the next frame, and a heartbeat. For these,
+`snapshot` and `heartbeat` replace all guesses.
 """
 
 import math
@@ -31,86 +31,93 @@ from msgspec import Struct
 from epp.core.types import Seconds
 
 HELD_BYTES_MAX: Final = 32 * 1024 * 1024
-"""Of live frames while others are asked for; of more all are forgotten."""
+"""Maximum size of live frames buffered during a replay; beyond it, all are dropped."""
 REPLAYED_BYTES_MAX: Final = 128 * 1024 * 1024
-"""Of one replay: 10,000 frames have 5 to 60 MB. What is above is asked for in the next."""
+"""Maximum size of one replay: 10,000 frames have 5 to 60 MB. The rest is requested in the next
+replay.
+"""
 REPLAYED_FRAMES_MAX: Final = 1_000_000
 ATTEMPTS_MAX: Final = 3
-"""Replays in a row that bring nothing."""
+"""Number of replays in a row without a new frame after which the stream gives up."""
 REPLAYS_MAX: Final = 6
 REPLAYS_S: Final[Seconds] = 60.0
-"""No more than `REPLAYS_MAX` replays begin in this time: while an engine sends one it sends nothing new."""
+"""Time in seconds in which at most `REPLAYS_MAX` replays start; an engine sends no new frames
+during one.
+"""
 STALE_S: Final[Seconds] = 2.0
-"""Without a connection."""
+"""Time in seconds without a connection after which a stream is stale."""
 FORGOTTEN_S: Final[Seconds] = 10.0
-"""A stream that is stale for so long says nothing any more."""
+"""Time in seconds after which the blocks of a stale stream are dropped."""
 CONFIRMED_S_MAX: Final[Seconds] = 5.0
-"""A gap behind which no scrape shows the process for so long is a restart."""
+"""Time in seconds without a scrape of the process after which a gap counts as a restart."""
 SILENT_S: Final[Seconds] = 30.0
 SILENT_TOKENS: Final = 2_048.0
-"""A source that sends nothing for `SILENT_S` while its engine computed so many prompt tokens is dead."""
+"""Number of prompt tokens that an engine computes during `SILENT_S` without a frame if its source
+is dead.
+"""
 HEARTBEATS_MISSED_MAX: Final = 3
 GAP_FRAMES_MAX: Final = 100_000
-"""Longest run of missing frames that is believed. vLLM sends one message for each engine step that changes
-its cache, measured at most 40 a second, and `FORGOTTEN_S` after the connection is gone there is no last
-number to compare with. A hundred times that rate makes less than half of this."""
+"""Largest plausible number of missing frames. vLLM sends one message for each engine step that
+changes its cache, measured at most 40 a second. `FORGOTTEN_S` after a lost connection there is no
+last number to compare with. A hundred times that rate gives less than half of this limit.
+"""
 RECENT_FRAMES: Final = 64
-"""By whose digests a frame that comes twice is told from a counter that began anew."""
+"""Number of frames whose digests distinguish a repeated frame from a counter that restarted."""
 
 
 class StreamState(StrEnum):
-    """How much a stream counts."""
+    """The state of a stream."""
 
     NONE = "none"
-    """There is no source."""
+    """No source exists."""
     CONNECTING = "connecting"
     REPLAYING = "replaying"
-    """It lacks frames, and has asked for them."""
+    """Frames are missing and have been requested."""
     LIVE = "live"
     STALE = "stale"
-    """Disconnected, or silent while the engine works."""
+    """The source is disconnected, or silent while its engine works."""
 
 
 class Apply(Struct, frozen=True, gc=False):
-    """What `payload` tells is so."""
+    """Apply the events of `payload`."""
 
     payload: bytes
 
 
 class Forget(Struct, frozen=True, gc=False):
-    """What the endpoint told so far does not hold."""
+    """Drop the blocks reported so far."""
 
 
 class AskReplay(Struct, frozen=True, gc=False):
-    """Ask for all frames from `first` on; whatever was asked for before is not waited for."""
+    """Request all frames from `first` on; an earlier request is no longer awaited."""
 
     first: int
 
 
 class AskSnapshot(Struct, frozen=True, gc=False):
-    """Ask for all that is held."""
+    """Request a snapshot of all cached blocks."""
 
 
 Action: TypeAlias = Apply | Forget | AskReplay | AskSnapshot
 
 
 class StreamCounts(Struct):
-    """Since the stream was opened."""
+    """The counts since the stream was opened."""
 
     frames: int = 0
-    """Applied."""
+    """Applied frames."""
     duplicates: int = 0
     gaps: int = 0
     lost: int = 0
-    """Frames that never came although the stream listened."""
+    """Frames that never came although the stream was subscribed."""
     implausible: int = 0
-    """Frames whose number is more than `GAP_FRAMES_MAX` ahead of the one before."""
+    """Frames whose number is more than `GAP_FRAMES_MAX` ahead of the previous one."""
     restarts: int = 0
-    """Its counter began anew, or its process is another."""
+    """Restarts: the counter started again, or the process changed."""
     replays: int = 0
     replays_vain: int = 0
     overflows: int = 0
-    """More came than can be held while others are asked for."""
+    """Overflows of the buffer of live frames during a replay."""
     snapshots: int = 0
 
 
@@ -120,53 +127,61 @@ class _Frame(Struct, frozen=True, gc=False):
 
 
 class KVEventStream:
-    """What is known of one source. `complete`: all that it holds was told, since its process began."""
+    """The state of one source. `complete` is True if it reported all cached blocks since its
+    process started.
+    """
 
     def __init__(self, *, replays: bool, snapshots: bool = False, now: Seconds) -> None:
-        """`replays`: old frames can be asked for; `snapshots`: all that is held can be."""
+        """Start a stream. `replays` is True if old frames, `snapshots` if all cached blocks can be
+        requested.
+        """
         self.counts = StreamCounts()
         self.complete = False
         self.heard_at_s: Seconds = now
-        """When the last frame or heartbeat came, or it was connected."""
+        """Time of the last frame or heartbeat, or of the connection."""
         self.silent = False
-        """It tells nothing while its engine works."""
+        """True if the source sends nothing while its engine works."""
         self._replays = replays
         self._snapshots = snapshots
         self._connected = False
         self._disconnected_at_s: Seconds = now
         self._last: int | None = None
-        """The number of the last frame that counts; None: of none."""
+        """Number of the last frame that counts, or None."""
         self._newest: int | None = None
-        """The number of the last live frame that came, whether it counts yet or not."""
+        """Number of the last live frame that came, whether or not it counts yet."""
         self._doubted = False
-        """The last live frame was left out because of its number."""
+        """True if the last live frame was ignored because of its number."""
         self._epoch: str = ""
         self._heartbeat_s: Seconds = math.inf
         self._recent: deque[int] = deque(maxlen=RECENT_FRAMES)
-        """Digests of frames and their numbers."""
+        """Digests of recent frames with their numbers."""
         self._actions: list[Action] = []
         self._held: list[_Frame] = []
         self._held_bytes = 0
         self._asked: int | None = None
-        """The first frame that was asked for; None: nothing is."""
+        """Number of the first requested frame, or None if no replay is running."""
         self._snapshot_asked = False
         self._replayed: list[_Frame] = []
         self._replayed_bytes = 0
         self._replay_ended = False
         self._marked = False
-        """The last replay came to its end."""
+        """True if the last replay ended with its end marker."""
         self._attempts = 0
         self._replay_times: deque[Seconds] = deque(maxlen=REPLAYS_MAX)
         self._owed = False
-        """What is missing was not asked for, because of `REPLAYS_MAX`, or not answered."""
+        """True if missing frames were not requested, because of `REPLAYS_MAX`, or were requested in
+        vain.
+        """
         self._confirm_after_s: Seconds = -math.inf
-        """What is asked for is grafted once a scrape newer than this has shown the same process."""
+        """Time that a scrape must exceed, with the same process, before replayed frames are
+        appended.
+        """
         self._confirmed = True
         self._lives: int | None = None
         self._observed_at_s: Seconds = -math.inf
         self._stale_since_s: Seconds | None = None
         self._computed_tokens: float = math.nan
-        """Of the engine when it was last heard."""
+        """Prompt tokens computed by the engine at the last frame or heartbeat."""
 
     @property
     def state(self) -> StreamState:
@@ -180,23 +195,23 @@ class KVEventStream:
 
     @property
     def last(self) -> int | None:
-        """The number of the last frame that counts."""
+        """Return the number of the last frame that counts, or None."""
         return self._last
 
     @property
     def waiting_bytes(self) -> int:
-        """Of frames that are held until others come."""
+        """Return the size of the frames that are buffered until others come."""
         return self._held_bytes + self._replayed_bytes
 
     def actions(self) -> list[Action]:
-        """What is to be done now, in this order, each once."""
+        """Return the actions to perform now, in order, each once."""
         done, self._actions = self._actions, []
         return done
 
-    # What happens to the socket.
+    # Events of the socket.
 
     def connected(self, now: Seconds) -> None:
-        """Frames come from now on; some may have been missed before."""
+        """Record that frames arrive from now on; earlier ones may be missing."""
         self._connected = True
         self._heard(now)
         if self._snapshots:
@@ -209,14 +224,14 @@ class KVEventStream:
             self._reset(now)
 
     def disconnected(self, now: Seconds) -> None:
-        """No frame comes, and no answer."""
+        """Record that no frame or answer arrives any longer."""
         if self._connected:
             self._connected = False
             self._disconnected_at_s = now
         self._stop_asking()
 
     def received(self, sequence: int, payload: bytes, now: Seconds) -> None:
-        """A live frame came."""
+        """Process a live frame."""
         self._heard(now)
         if self._newest is not None and sequence - self._newest > GAP_FRAMES_MAX:
             self.counts.implausible += 1
@@ -234,7 +249,7 @@ class KVEventStream:
             self._take(frame, now)
 
     def replayed(self, sequence: int, payload: bytes, now: Seconds) -> None:
-        """A frame that was asked for came; one that nobody waits for does nothing."""
+        """Process a replayed frame; do nothing if none is awaited."""
         if self._asked is None or self._replay_ended:
             return
         self._heard(now)
@@ -248,7 +263,7 @@ class KVEventStream:
         self._replayed_bytes += len(payload)
 
     def replay_ended(self, now: Seconds, *, marked: bool) -> None:
-        """The end marker came, or not `marked`, nothing for too long."""
+        """End a replay. `marked` is True if its end marker came, False after a timeout."""
         if self._asked is None or self._replay_ended:
             return
         self._replay_ended = True
@@ -256,7 +271,7 @@ class KVEventStream:
         self._graft(now)
 
     def snapshot(self, epoch: str, resume: int, payloads: list[bytes], now: Seconds) -> None:
-        """All that is held, as events; frames go on with the number `resume`."""
+        """Apply a snapshot of all cached blocks, as events; frames continue with number `resume`."""
         self._heard(now)
         self._snapshot_asked = False
         held = [frame for frame in self._held if frame.sequence >= resume]
@@ -270,7 +285,7 @@ class KVEventStream:
         self._take_all(held, now)
 
     def heartbeat(self, epoch: str, sequence: int, interval_s: Seconds, now: Seconds) -> None:
-        """The source is there; `sequence` is the number of its last frame."""
+        """Process a heartbeat; `sequence` is the number of the source's last frame."""
         self._heard(now)
         self._heartbeat_s = interval_s
         if self._snapshot_asked:
@@ -280,23 +295,23 @@ class KVEventStream:
             self._ask_snapshot()
 
     def broken(self, now: Seconds) -> None:
-        """A payload that was applied could not be read, and may have said that blocks are gone."""
+        """Drop the blocks after an unreadable payload that may have contained removals."""
         self._actions.append(Forget())
         self.complete = False
 
     def unbalanced(self, now: Seconds) -> None:
-        """What it told does not add up: begin anew."""
+        """Restart the stream, because its events contradict each other."""
         self._reset(now)
 
-    # What the pool knows.
+    # Knowledge of the pool.
 
     def watched(
         self, lives: int, observed_at_s: Seconds, computed_tokens: float, now: Seconds
     ) -> None:
-        """`lives` changes whenever the process is another, as far as the pool knows.
+        """Compare the stream with the pool's knowledge; `lives` changes with every new process.
 
-        `observed_at_s`: of the last scrape; `computed_tokens`: prompt tokens, those cached left out,
-        since the engine began. NaN: it does not tell.
+        `observed_at_s` is the time of the last scrape. `computed_tokens` are the prompt tokens
+        computed since the engine started, without cached ones; NaN if not reported.
         """
         if self._lives is None:
             self._lives = lives
@@ -318,7 +333,7 @@ class KVEventStream:
             and not self._waits
             and now - self._replay_times[-1] >= REPLAYS_S
         ):
-            # What came meanwhile counts until there is an answer.
+            # The frames received meanwhile count until there is an answer.
             self._ask(0, now)
         self._watch_silence(computed_tokens, now)
         self._watch_staleness(now)
@@ -356,7 +371,7 @@ class KVEventStream:
             self._stale_since_s = None
 
     def _take(self, frame: _Frame, now: Seconds) -> None:
-        """A frame while nothing is waited for."""
+        """Process a frame while no replay is running."""
         sequence, last = frame.sequence, self._last
         if last is not None and sequence == last + 1:
             self._apply(frame)
@@ -382,7 +397,7 @@ class KVEventStream:
                 self._take(frame, now)
 
     def _miss(self, frame: _Frame, now: Seconds) -> None:
-        """Frames between the last and `frame` did not come."""
+        """Handle a gap between the last frame and `frame`."""
         assert self._last is not None, "there is a gap behind something"
         self.counts.gaps += 1
         if self._snapshots:
@@ -397,13 +412,13 @@ class KVEventStream:
         self._hold(frame, now)
 
     def _count_lost(self, frames: int) -> None:
-        """Count missing frames, unless a damaged number pretends that there are so many."""
+        """Count missing frames, unless the number comes from a damaged frame number."""
         if frames <= GAP_FRAMES_MAX:
             self.counts.lost += frames
 
     def _apply(self, frame: _Frame) -> None:
         self._last = frame.sequence
-        # Before its first frame nothing was told, whether an engine could be asked for that or not.
+        # No event precedes frame 0, so the state is complete from there on.
         self.complete = self.complete or frame.sequence == 0
         self.counts.frames += 1
         self._recent.append(_digest(frame))
@@ -417,10 +432,10 @@ class KVEventStream:
             self._stop_asking()
             self._forget()
 
-    # Asking for what is missing.
+    # Requests for missing frames.
 
     def _may_replay(self, now: Seconds) -> bool:
-        """Whether a replay can begin; one that cannot begin yet is owed."""
+        """Return whether a replay may start; if it must wait, it is marked as owed."""
         times = self._replay_times
         if len(times) == REPLAYS_MAX and now - times[0] < REPLAYS_S:
             self._owed = True
@@ -434,7 +449,7 @@ class KVEventStream:
             self._ask(0, now)
 
     def _ask_missing(self, first: int, now: Seconds) -> None:
-        """For what came since frame `first`; for all, where what came before is missing too."""
+        """Request the frames from `first` on, or all if earlier ones are missing too."""
         if self._owed:
             self._ask(0, now)
         else:
@@ -472,7 +487,9 @@ class KVEventStream:
         self._confirmed = True
 
     def _reset(self, now: Seconds) -> None:
-        """Another process, or a picture that is wrong: from 0. What is held meanwhile is of the old."""
+        """Restart from 0 after a new process or a contradiction. The buffered frames belong to the
+        old state.
+        """
         connected = self._connected
         self._stop_asking()
         self._forget()
@@ -486,14 +503,14 @@ class KVEventStream:
         self._actions.append(Forget())
 
     def _graft(self, now: Seconds) -> None:
-        """Apply what was asked for, as far as it is without gaps, and what came meanwhile."""
+        """Apply the replayed frames up to the first gap, and the frames that came meanwhile."""
         first = self._asked
         if first is None or not self._replay_ended or not self._confirmed:
             return
         frames = sorted(self._replayed, key=_sequence_of)
         held = self._held
         if first and frames and frames[0].sequence > first:
-            # It does not keep what we lack.
+            # The engine no longer keeps the missing frames.
             self._count_lost(frames[0].sequence - first)
             self._reset_with(held, now)
             return
@@ -516,7 +533,7 @@ class KVEventStream:
         if self._attempts < ATTEMPTS_MAX and self._may_replay(now) and self._last is not None:
             self._held = rest
             self._held_bytes = sum(len(frame.payload) for frame in rest)
-            # The same process still: it was confirmed for this gap.
+            # The process is still the same, because it was confirmed for this gap.
             self._ask(self._last + 1, now)
             return
         self._ask_later()
@@ -525,13 +542,13 @@ class KVEventStream:
         self._take_all(rest[1:], now)
 
     def _ask_later(self) -> None:
-        """What was asked for did not come."""
+        """Postpone a request that had no result."""
         self.counts.replays_vain += 1
         self._stop_asking()
         self._owed = True
 
     def _reset_with(self, held: list[_Frame], now: Seconds) -> None:
-        """From 0, and what came meanwhile is of the same process and stays."""
+        """Restart from 0 and keep the buffered frames, which are from the same process."""
         self._stop_asking()
         self._forget()
         if self._may_replay(now):
@@ -543,7 +560,9 @@ class KVEventStream:
             self._take_all(held[1:], now)
 
     def _apply_run(self, frames: list[_Frame]) -> int:
-        """Apply those of `frames` that follow without a gap; those that came before are skipped."""
+        """Apply the frames that follow without a gap, skipping earlier ones. Return how many were
+        applied.
+        """
         applied = 0
         for frame in frames:
             assert self._last is not None, "a run follows something"

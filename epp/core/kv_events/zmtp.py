@@ -1,10 +1,11 @@
-"""ZMTP 3.0 without I/O: what either side of a connection says and hears.
+"""ZMTP 3.0 connections without I/O, for both sides.
 
-Pickers subscribe and ask a router; the simulator's pods publish and answer.
+Pickers subscribe and send requests to a router; the simulator's pods publish and answer.
 
-As RFC 23 has it, with the mechanism NULL: a greeting of 64 bytes, a command READY each way, then
-messages of frames. We greet as 3.0, so that subscriptions are messages and nobody pings; who does is
-answered. Everything has a limit, and what is not understood ends the connection.
+The implementation follows RFC 23 with the mechanism NULL: a greeting of 64 bytes, a command READY
+in each direction, then messages of frames. It greets as version 3.0, so that subscriptions are
+messages and peers send no PING; a PING is answered all the same. Everything has a limit, and
+unknown input ends the connection.
 """
 
 from enum import StrEnum
@@ -42,27 +43,29 @@ _PEERS: Final = {
 
 
 class ZmtpError(Exception):
-    """The peer speaks another protocol, or breaks this one. One sentence, of its text nothing."""
+    """A protocol violation or another protocol. The message is one sentence without text from the
+    peer.
+    """
 
 
 class ZmtpConnection:
-    """One side of a connection. `feed` what arrives, send what `to_send` returns."""
+    """One side of a connection. Pass arriving data to `feed`, and send what `to_send` returns."""
 
     def __init__(self, socket_type: SocketType, *, topic: bytes = b"") -> None:
-        """`topic`: what the messages must begin with that a subscriber hears."""
+        """Create a connection; `topic` is the prefix of messages to which a subscriber subscribes."""
         self._type = socket_type
         self._topic = topic
         self._rest = bytearray()
-        """What came of a frame that is not whole."""
+        """Bytes of an incomplete frame."""
         self._outgoing = bytearray(_GREETING)
         self._greeted = False
         self.ready = False
-        """Both sides have said who they are; a subscriber has subscribed."""
+        """True once both sides have sent READY; a subscriber has then subscribed."""
         self._parts: list[bytes] = []
         self._parts_bytes = 0
 
     def to_send(self) -> bytes:
-        """What is to be sent now, once."""
+        """Return the data to send now, once."""
         if not self._outgoing:
             return b""
         data = bytes(self._outgoing)
@@ -70,15 +73,15 @@ class ZmtpConnection:
         return data
 
     def send(self, message: Message) -> None:
-        """Send `message` next."""
+        """Queue `message` for sending."""
         last = len(message) - 1
         for number, part in enumerate(message):
             self._frame(part, _MORE if number < last else 0)
 
     def feed(self, data: bytes) -> list[Message]:
-        """The messages that are whole with `data`. Raises `ZmtpError`."""
+        """Return the messages that `data` completes. Raises `ZmtpError`."""
         rest = self._rest
-        # Most comes in whole messages: they are read where they are.
+        # Most data consists of whole messages, which are read in place.
         wire: bytes | bytearray = data
         if rest:
             rest += data
@@ -89,7 +92,7 @@ class ZmtpConnection:
             at = self._read_greeting(wire)
         if self._greeted:
             at = self._read_messages(wire, at, found)
-        # What is read is let go in one cut, not frame by frame.
+        # Processed data is removed in one cut, not frame by frame.
         if wire is rest:
             del rest[:at]
         elif at < len(data):
@@ -97,10 +100,10 @@ class ZmtpConnection:
         return found
 
     def _read_messages(self, wire: bytes | bytearray, at: int, found: list[Message]) -> int:
-        """Add the messages that are whole from `at` on; return up to where they go."""
+        """Add the complete messages from `at` on to `found`. Return the position after them."""
         end = len(wire)
         parts, parts_bytes = self._parts, self._parts_bytes
-        # Of each frame: flags, size, body.
+        # A frame consists of flags, size and body.
         while at + 2 <= end:
             flags = wire[at]
             start, size = at + 2, wire[at + 1]
@@ -135,15 +138,15 @@ class ZmtpConnection:
         return at
 
     def _read_greeting(self, wire: bytes | bytearray) -> int:
-        """How much of `wire` it takes; 0: it is not whole."""
+        """Return the number of bytes that the greeting takes, or 0 if it is incomplete."""
         if wire[:1] != b"\xff"[: len(wire)] or (len(wire) > 9 and not wire[9] & 1):
-            raise ZmtpError("greets as no ZMTP 3 peer does")
+            raise ZmtpError("sent a greeting that is not ZMTP 3")
         if len(wire) < _GREETING_BYTES:
             return 0
         if wire[10] < 3:
-            raise ZmtpError(f"speaks ZMTP {wire[10]}, expected 3")
+            raise ZmtpError(f"speaks ZMTP {wire[10]}; expected 3")
         if bytes(wire[12:32]) != _MECHANISM:
-            raise ZmtpError("demands a security mechanism, expected NULL")
+            raise ZmtpError("demands a security mechanism; expected NULL")
         self._greeted = True
         name = b"Socket-Type"
         value = self._type.value.encode()
@@ -158,7 +161,7 @@ class ZmtpConnection:
         name, rest = body[1 : 1 + length], body[1 + length :]
         if name == b"READY":
             if self.ready:
-                raise ZmtpError("said twice that it is ready")
+                raise ZmtpError("sent READY twice")
             self._check_peer(rest)
             self.ready = True
             if self._type is SocketType.SUB:
@@ -166,7 +169,7 @@ class ZmtpConnection:
         elif name == b"ERROR":
             raise ZmtpError("refused the connection")
         elif name == b"PING":
-            # Its time to live, and what is to be repeated.
+            # The command has a time to live, and a context to repeat.
             self._frame(b"\x04PONG" + rest[2:18], _COMMAND)
 
     def _check_peer(self, properties: bytes) -> None:
@@ -177,10 +180,10 @@ class ZmtpConnection:
             size = int.from_bytes(properties[end : end + 4], "big")
             value = properties[end + 4 : end + 4 + size]
             if len(value) != size or len(properties) < end + 4:
-                raise ZmtpError("says who it is in a way that cannot be read")
+                raise ZmtpError("sent unreadable properties")
             if name == b"socket-type" and value not in _PEERS[self._type]:
                 expected = " or ".join(kind.decode() for kind in _PEERS[self._type])
-                raise ZmtpError(f"is a socket of another type, expected {expected}")
+                raise ZmtpError(f"is a socket of another type; expected {expected}")
             at = end + 4 + size
 
     def _frame(self, body: bytes, flags: int) -> None:
@@ -190,46 +193,50 @@ class ZmtpConnection:
             self._outgoing += bytes([flags, len(body)]) + body
 
 
-# What travels in messages of KV events.
+# Content of messages with KV-cache events.
 
 SEQUENCE_BYTES: Final = 8
 END: Final = b"\xff" * SEQUENCE_BYTES
-"""In the place of a sequence number: nothing more was asked for."""
+"""End marker in place of a sequence number."""
 
 
 def read_subscription(message: Message) -> tuple[bool, bytes] | None:
-    """(whether it is wanted from now on, what topics begin with), as a publisher hears it. None: it is none."""
+    """Return (whether to subscribe, prefix of topics) as a publisher receives it; None for another
+    message.
+    """
     if len(message) != 1 or message[0][:1] not in (b"\0", b"\1"):
         return None
     return message[0][:1] == b"\1", message[0][1:]
 
 
 def live_message(topic: bytes, sequence: int, payload: bytes) -> Message:
-    """What `read_live` reads."""
+    """Return the message that `read_live` reads."""
     return (topic, sequence.to_bytes(SEQUENCE_BYTES, "big"), payload)
 
 
 def read_live(message: Message) -> tuple[int, bytes] | None:
-    """(sequence, payload) of a live message: topic, number, payload. None: it is none."""
+    """Return (sequence, payload) of a live message (topic, number, payload); None for another
+    message.
+    """
     if len(message) != 3 or len(message[1]) != SEQUENCE_BYTES:
         return None
     return int.from_bytes(message[1], "big"), message[2]
 
 
 def ask_replay(first: int) -> Message:
-    """What is sent to be told all from number `first` on."""
+    """Return the request for all frames from number `first` on."""
     return (b"", first.to_bytes(SEQUENCE_BYTES, "big"))
 
 
 def read_asked(message: Message) -> int | None:
-    """The first number that `ask_replay` asks for. None: it asks for nothing."""
+    """Return the first number that `ask_replay` requests; None for another message."""
     if len(message) != 2 or message[0] or len(message[1]) != SEQUENCE_BYTES:
         return None
     return int.from_bytes(message[1], "big")
 
 
 def replayed_message(topic: bytes, sequence: int, payload: bytes) -> Message:
-    """What `read_replayed` reads."""
+    """Return the message that `read_replayed` reads."""
     return (b"", *live_message(topic, sequence, payload))
 
 
@@ -237,9 +244,10 @@ REPLAY_ENDED: Final[Message] = (b"", b"", END, b"")
 
 
 def read_replayed(message: Message) -> tuple[int, bytes] | bool | None:
-    """(sequence, payload) of an answer; True: the end marker; None: it is none.
+    """Return (sequence, payload) of an answer, True for the end marker, or None for another
+    message.
 
-    An empty part, the topic since vLLM 0.26, number, payload.
+    The parts are an empty part, the topic since vLLM 0.26, the number, and the payload.
     """
     number = len(message) - 2
     if number not in (1, 2) or message[0] or len(message[number]) != SEQUENCE_BYTES:

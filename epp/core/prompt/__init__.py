@@ -1,1 +1,1 @@
-"""A body to a request, a prompt to chained block hashes."""
+"""Parsing of a body into a request, and hashing of its prompts into chains of blocks."""

@@ -1,8 +1,10 @@
-"""Prompt to chained block hashes: each hash stands for all the prompt up to and with its block.
+"""Chained block hashes of prompts: each hash stands for the whole prompt up to the end of its
+block.
 
-64-bit xxHash, `h[i] = XXH64(block i, seed = h[i-1])`; `h[-1]` comes from the API kind, the model or
-adapter and the cache salt, each preceded by its length, so that no two seeds can be spelt alike.
-Only full blocks count: a growing conversation keeps all its blocks (design D4).
+The hash is 64-bit xxHash, `h[i] = XXH64(block i, seed = h[i-1])`. `h[-1]` comes from the API kind,
+the model or adapter and the cache salt. Each of them is preceded by its length, so that no two
+different seeds have the same text. Only full blocks count, so a growing conversation keeps all its
+blocks (design D4).
 """
 
 import sys
@@ -16,21 +18,22 @@ import xxhash
 HASH_BYTES: Final = 8
 """Length of one hash inside a chain; native byte order."""
 HASH_SCHEME: Final = f"xxh64-1-{sys.byteorder}"
-"""Chains of two processes mean the same if this and the size of a block are the same. The number
-changes with the seed and with the canonical bytes."""
+"""Version of the scheme. Chains of two processes are equal if it and the block size are equal. The
+number changes with the seed and with the canonical bytes.
+"""
 
 SEGMENT_BYTES: Final = 16_384
 SEGMENTED_BYTES_MIN: Final = 2 * SEGMENT_BYTES
-"""Shorter prompts are hashed in less time than it takes to look."""
+"""Size below which hashing a prompt takes less time than the look-up of its segments."""
 SEGMENTS_MAX: Final = 8_192
-"""Segments whose hashes are kept: of 128 MB of prompts, in about 7 MB."""
+"""Maximum number of segments with cached hashes: 128 MB of prompts in about 7 MB."""
 
 
 _LENGTH: Final = Struct("<Q").pack
 
 
 def chain_seed(api: str, model: str, cache_salt: str) -> int:
-    """The seed under which the first block is hashed: 64 bits."""
+    """Return the 64-bit seed under which the first block is hashed."""
     parts: list[bytes] = []
     for part in (api, model, cache_salt):
         encoded = part.encode("utf-8", "surrogatepass")
@@ -41,44 +44,47 @@ def chain_seed(api: str, model: str, cache_salt: str) -> int:
 def hash_blocks(
     prompt: bytes | memoryview, *, seed: int, block_bytes: int, blocks_max: int
 ) -> bytes:
-    """Chained hashes of the first `blocks_max` full blocks of `prompt`, 8 bytes each."""
+    """Return chained hashes of the first `blocks_max` full blocks of `prompt`, 8 bytes each."""
     full = min(len(prompt) // block_bytes, blocks_max) * block_bytes
     return array("Q", chained(memoryview(prompt)[:full], seed, block_bytes)).tobytes()
 
 
 def chained(blocks: bytes | memoryview, seed: int, block_bytes: int) -> list[int]:
-    """Chained hashes of `blocks`, each of `block_bytes`; what is behind the last that is whole is left."""
+    """Return chained hashes of `blocks`, each of `block_bytes`; an incomplete last block is
+    ignored.
+    """
     xxh64 = xxhash.xxh64_intdigest
     rest = len(blocks) % block_bytes
     whole = blocks[: len(blocks) - rest] if rest else blocks
-    # iter_unpack cuts the blocks in C: a third faster than slicing them here.
+    # iter_unpack cuts the blocks in C, which takes a third less time than slicing them here.
     return [seed := xxh64(block, seed) for (block,) in iter_unpack(f"{block_bytes}s", whole)]
 
 
 class KnownSegments:
-    """The hashes of long prompts that came before, by segments of `SEGMENT_BYTES`.
+    """A cache of the hashes of long prompts, by segments of `SEGMENT_BYTES`.
 
-    A conversation repeats all that was said, and to recognise a segment takes a tenth of the time of
-    hashing its blocks. It is recognised by the hash before it and 128 bits of its own, made under a
-    seed that no client knows: who could make two segments alike could have one prompt sent to where
-    another one is held, and nothing else. The hashes of a prompt are the same with and without this.
+    A conversation repeats all earlier turns, and recognising a segment takes a tenth of the time of
+    hashing its blocks. A segment is identified by the hash before it and by 128 bits of its own,
+    computed with a seed that no client knows. A client that could make two segments alike could
+    only route one prompt to the endpoint of another. The hashes of a prompt are the same with and
+    without this cache.
 
-    At most `segments_max` are kept; those go first that were not seen for longest.
+    At most `segments_max` segments are kept; those unused for longest are dropped first.
     """
 
     __slots__ = ("_chains", "_secret", "_segments_max", "known", "new")
 
     def __init__(self, *, secret: int, segments_max: int = SEGMENTS_MAX) -> None:
-        """`secret`: 64 bits."""
+        """Create an empty cache; `secret` has 64 bits."""
         self._secret = secret
         self._segments_max = segments_max
         self._chains: OrderedDict[tuple[int, int, bytes], bytes] = OrderedDict()
         self.known = 0
-        """Segments that were recognised, of all prompts so far."""
+        """Number of segments that were recognised, of all prompts so far."""
         self.new = 0
 
     def hash_blocks(self, prompt: bytes, *, seed: int, block_bytes: int, blocks_max: int) -> bytes:
-        """As the function of this name."""
+        """Return the same as the function of this name."""
         if len(prompt) < SEGMENTED_BYTES_MIN:
             return hash_blocks(prompt, seed=seed, block_bytes=block_bytes, blocks_max=blocks_max)
         blocks = min(len(prompt) // block_bytes, blocks_max)
@@ -101,7 +107,7 @@ class KnownSegments:
             found.append(chain)
             seed = _last(chain)
         known = len(found)
-        # What follows a segment that is not known is not known: its hashes depend on that one.
+        # The segments after an unknown one are unknown too, because their hashes depend on it.
         rest = hash_blocks(
             view[known * segment_bytes :],
             seed=seed,

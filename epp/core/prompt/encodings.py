@@ -51,7 +51,7 @@ class Unparsed(StrEnum):
 
 
 class _UnreadableError(Exception):
-    """The body cannot be decoded."""
+    """The body cannot be decoded. `reason` says why."""
 
     def __init__(self, reason: Unparsed = Unparsed.CORRUPT) -> None:
         super().__init__(reason.value)
@@ -65,11 +65,11 @@ class _Decoder(Protocol):
     """Memory that the decoder allocates at most."""
     frames: int
     pending: bool
-    """`decode` must be called again, with empty input if none is left."""
+    """True if `decode` must be called again, with empty input if none is left."""
 
     @property
     def complete(self) -> bool:
-        """Whether the body may end here."""
+        """Return whether the body may end here."""
         ...
 
     def decode(self, data: bytes) -> tuple[bytes, int]:
@@ -86,7 +86,7 @@ _GZIP_BITS: Final = 16 + zlib.MAX_WBITS
 
 
 class _Zlib:
-    """Decodes gzip with any number of members, or one deflate stream."""
+    """A decoder of gzip with any number of members, or of one deflate stream."""
 
     memory_bytes = _ZLIB_BYTES
 
@@ -142,7 +142,7 @@ _ZSTD_OPTIONS: Final[Mapping[int, int]] = {
 
 
 class _Zstd:
-    """Decodes any number of zstd frames and skippable frames."""
+    """A decoder of any number of zstd frames and skippable frames."""
 
     def __init__(self) -> None:
         self.frames = 0
@@ -231,7 +231,7 @@ _BROTLI_LARGE_WINDOW: Final = 0x11
 
 
 class _Brotli:
-    """Decodes one brotli stream."""
+    """A decoder of one brotli stream."""
 
     def __init__(self, library: Any) -> None:
         self.frames = 1
@@ -285,7 +285,7 @@ _ENCODED: Final = (b"\x1f\x8b", _ZSTD_MAGIC.to_bytes(4, "little"))
 
 
 class EncodedBody:
-    """One encoded request body: takes its chunks and decodes them in bounded turns."""
+    """An encoded request body, which takes chunks and decodes them in bounded turns."""
 
     __slots__ = (
         "_at", "_bytes_max", "_decoded", "_decoder", "_input", "decoded_bytes", "encoded_bytes",
@@ -293,18 +293,20 @@ class EncodedBody:
     )  # fmt: skip
 
     def __init__(self, encoding: str, bytes_max: int) -> None:
-        """`encoding` is the value of `content-encoding`; `bytes_max` limits the decoded body."""
+        """Create an empty body. `encoding` is the value of `content-encoding`; `bytes_max` limits
+        the decoded body.
+        """
         self._bytes_max = bytes_max
         self._input: deque[bytes] = deque()
         self._at = 0
-        """Bytes of the first input that are used."""
+        """Number of bytes of the first input that are used."""
         self._decoded: list[bytes] = []
         self.encoded_bytes = 0
         self.decoded_bytes = 0
         self.too_large = False
-        """The decoded body is longer than `bytes_max`."""
+        """True if the decoded body is longer than `bytes_max`."""
         self.problem: Unparsed | None = None
-        """Why the body cannot be read."""
+        """Reason why the body cannot be read, or None."""
         self._decoder: _Decoder | None = None
         names = [name for name in map(str.strip, encoding.lower().split(",")) if name]
         names = [name for name in names if name != "identity"]
@@ -319,13 +321,13 @@ class EncodedBody:
 
     @property
     def unfinished(self) -> bool:
-        """Whether `work` has more to do with what has come."""
+        """Return whether `work` can process more of the received data."""
         decoder = self._decoder
         return decoder is not None and (bool(self._input) or decoder.pending)
 
     @property
     def held_bytes(self) -> int:
-        """Memory of the decoder and of what it has decoded."""
+        """Return the memory of the decoder and of its output."""
         return self.decoded_bytes + (self._decoder.memory_bytes if self._decoder else 0)
 
     def feed(self, chunk: bytes) -> None:
@@ -335,7 +337,7 @@ class EncodedBody:
             self._input.append(chunk)
 
     def work(self) -> None:
-        """Decode for one turn of the event loop; never raises, whatever has come."""
+        """Decode for one turn of the event loop; never raises, whatever the input is."""
         left_bytes = TURN_BYTES_MAX
         try:
             while left_bytes > 0 and self._decoder is not None and self.unfinished:
@@ -368,7 +370,7 @@ class EncodedBody:
     def finish(self) -> bytes | None:
         """Return the decoded body after all of it has come and `work` has nothing to do.
 
-        None if it cannot be read; `problem` tells why.
+        Return None if it cannot be read; `problem` holds the reason.
         """
         if self._decoder is not None and not self._decoder.complete:
             self._stop(Unparsed.CORRUPT)

@@ -1,12 +1,12 @@
-"""Reads a JSON body that the strict parsers of `core/prompt/parse` do not understand.
+"""Reader of JSON bodies that the strict parsers of `core/prompt/parse` do not understand.
 
-The picker rejects only what it cannot place; the engine judges the rest. Whatever a strict parser
-would understand is written as `core/prompt/canonical` writes it, and every other part as canonical
-JSON: members sorted by name, without blanks. So two equal requests share their prefix, and two
+The picker rejects only what it cannot place; the engine judges the rest. Parts that a strict parser
+would understand are written as `core/prompt/canonical` writes them. Every other part is canonical
+JSON: members sorted by name, without blanks. Two equal requests therefore share their prefix. Two
 prompts that are equal up to byte n share every full block before n, in texts and in JSON alike.
 
-This runs only after the strict parser has failed, on a body that `outline.admit` let through, so
-that its cost is bounded like that of the strict parser.
+The reader runs only after the strict parser has failed, on a body that `outline.admit` accepted.
+Its cost is therefore bounded like that of the strict parser.
 """
 
 from collections.abc import Callable, Mapping
@@ -118,7 +118,7 @@ def _read_anthropic(members: Members) -> Lenient:
 
 
 def _read_generate(members: Members) -> Lenient:
-    """Token ids of an unknown shape are no text and no ids, so they leave no prefix."""
+    """Return no prompt, because token ids of an unknown shape are neither text nor ids."""
     sampling = members.get("sampling_params")
     limit = sampling.get("max_tokens") if isinstance(sampling, dict) else None
     return Lenient(ApiKind.OPAQUE, (), limit)
@@ -132,7 +132,7 @@ _READERS: Final[Mapping[str, Callable[[Members], Lenient]]] = {
     "v1/messages": _read_anthropic,
     "inference/v1/generate": _read_generate,
 }
-"""Suffix of the path -> its reader; other paths have no prompt."""
+"""Reader by suffix of the path; other paths have no prompt."""
 
 
 def _labelled(members: Members, *names: str) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""A request as the core sees it, and the chains of hashes that its prompts become."""
+"""The core's view of a request, and the hash chains of its prompts."""
 
 import sys
 from collections.abc import Mapping
@@ -14,54 +14,59 @@ from epp.core.prompt.token_blocks import TOKEN_BYTES, hash_tokens, token_seed
 from epp.core.types import ApiKind
 
 _CONVERSATIONS: Final = frozenset({ApiKind.CHAT, ApiKind.RESPONSES, ApiKind.MESSAGES})
-"""Kinds whose prompts are made of messages."""
+"""API kinds whose prompts consist of messages."""
 _CHARACTER_BYTES_MAX: Final = 4
-"""Of one in UTF-8."""
+"""Maximum size of a character in UTF-8."""
 
 
 class InferenceRequest(Struct, frozen=True, kw_only=True, gc=False):
-    """One request, parsed once: a value, of which two tables keep what was computed of it.
+    """One parsed request. It is a value, except for tables that cache what was computed from it.
 
-    `prompts` are canonical bytes (`core/prompt/parse`), one item a prompt; `without_prompts` lets
-    them go once their chains are known, because the request outlives them inside its lease.
+    `prompts` are canonical bytes (`core/prompt/parse`), one item per prompt. `without_prompts`
+    drops them once their chains are known, because the request outlives them inside its lease.
     """
 
     request_id: str
     api: ApiKind = ApiKind.OPAQUE
     model: str = ""
-    """The model or adapter that is to serve, after any rewrite."""
+    """Model or adapter that must serve the request, after any rewrite."""
     prompts: tuple[bytes, ...] = ()
     prompt_tokens: int = 0
-    """Estimate: prompt bytes / 4, or the exact number of token ids.
+    """Estimated number of prompt tokens: prompt bytes / 4, or the exact number of token ids.
 
-    Of a request that is decided by an index that has looked up its ids it is their number, so that what
-    endpoints hold of a prompt and its length are counted alike."""
+    If an index that looked up the ids decides, it is their number. Prompts and their cached parts
+    are then counted in the same unit.
+    """
     prompt_bytes: int = 0
-    """0: four for each of `prompt_tokens`."""
+    """Size of the prompts; 0 for four bytes per token of `prompt_tokens`."""
     cache_salt: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Lower-case names."""
+    """Headers with lower-case names."""
     subset: tuple[str, ...] | None = None
-    """Addresses the gateway allows: "ip:port" or a bare ip. None: no hint; (): nothing allowed."""
+    """Addresses that the gateway allows, as "ip:port" or a bare IP address; None without a hint, ()
+    if it allows none.
+    """
     priority: int = 0
     stream: bool = False
     output_tokens_max: int | None = None
     session_id: str = ""
     chains: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
-    """Block size in bytes -> one chain a prompt. A replayed trace fills it instead of `prompts`."""
+    """One chain per prompt, by block size in bytes. A replayed trace fills it instead of `prompts`."""
     tails: dict[int, tuple[int | None, ...]] = field(default_factory=dict)
-    """Block size in bytes -> the hash of what is left of each prompt behind its last full block."""
+    """Hash of the rest of each prompt after its last full block, by block size in bytes."""
     token_chains: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
-    """Tokens in a block -> one chain a prompt, over the ids that the engine reads."""
+    """One chain per prompt over the engine's token ids, by tokens in a block."""
     media: list[tuple[bytes, ...]] = field(default_factory=list)
-    """What `media_items` found, once it has looked. A capture that is decided again fills it."""
+    """Result of `media_items` after its first call. A re-enacted capture fills it."""
     segments: KnownSegments | None = None
-    """What is known of long prompts; it saves time and changes no chain."""
+    """Cache of hashes of long prompts; it saves time and changes no chain."""
     moment: Moment = NO_MOMENT
-    """What the picker knew when it decided."""
+    """State of the picker at the time of the decision."""
 
     def chains_of(self, block_bytes: int, blocks_max: int) -> tuple[bytes, ...]:
-        """Chained hashes of the full blocks of each prompt, 8 bytes a block, computed once."""
+        """Return chained hashes of the full blocks of each prompt, 8 bytes per block, computed
+        once.
+        """
         known = self.chains.get(block_bytes)
         if known is None:
             seed = chain_seed(self.api, self.model, self.cache_salt)
@@ -76,9 +81,10 @@ class InferenceRequest(Struct, frozen=True, kw_only=True, gc=False):
     def token_chains_of(
         self, block_tokens: int, blocks_max: int, *, adapter: str = ""
     ) -> tuple[bytes, ...]:
-        """Chained hashes of the full blocks of token ids of each prompt, computed once.
+        """Return chained hashes of the full blocks of token ids of each prompt, computed once.
 
-        `adapter`: the LoRA adapter that is to serve; "": the model itself. (): the ids are not known.
+        `adapter` is the LoRA adapter that must serve, or "" for the base model. Return () if the
+        ids are unknown.
         """
         known = self.token_chains.get(block_tokens)
         if known is None:
@@ -97,9 +103,9 @@ class InferenceRequest(Struct, frozen=True, kw_only=True, gc=False):
         return known
 
     def tails_of(self, block_bytes: int, blocks_max: int) -> tuple[int | None, ...]:
-        """The hash of what is left of each prompt behind its last full block, computed once.
+        """Return the hash of the rest of each prompt after its last full block, computed once.
 
-        None: nothing is left, or there are more than `blocks_max` full blocks.
+        A hash is None if there is no rest, or if there are more than `blocks_max` full blocks.
         """
         known = self.tails.get(block_bytes)
         if known is None:
@@ -115,17 +121,20 @@ class InferenceRequest(Struct, frozen=True, kw_only=True, gc=False):
         return known
 
     def media_items(self) -> tuple[bytes, ...]:
-        """Up to 16 bytes for each distinct image, audio or video in the prompts, computed once."""
+        """Return up to 16 bytes for each distinct image, audio or video in the prompts, computed
+        once.
+        """
         if not self.media:
             by_ids = self.api is ApiKind.TOKENS
             self.media.append(() if by_ids else media_digests(self.prompts))
         return self.media[0]
 
     def opening(self) -> tuple[int, int] | None:
-        """Of a conversation: bytes before the user's first message, and 64 bits for all up to its end.
+        """Return, for a conversation, the bytes before the user's first message and a hash of all
+        up to its end.
 
-        Both are the same at each turn; the hash is under the model, the salt and the kind of API.
-        None: it is no conversation, or the prompt is not there.
+        Both are the same at each turn. The hash has 64 bits, and depends on the model, the salt and
+        the API kind. Return None if the request is not a conversation or has no prompt.
         """
         if self.api not in _CONVERSATIONS or not self.prompts:
             return None
@@ -138,9 +147,10 @@ class InferenceRequest(Struct, frozen=True, kw_only=True, gc=False):
         return start, xxhash.xxh64_intdigest(memoryview(prompt)[:end], seed)
 
     def first_text(self, characters: int) -> str | None:
-        """At most so many of the user's first message, or of a completion's prompt.
+        """Return at most `characters` characters of the user's first message, or of a completion's
+        prompt.
 
-        "": that has no text. None: the prompt is of another kind, or not there.
+        Return "" if there is no text, and None for another kind of prompt or without one.
         """
         if not self.prompts:
             return None
@@ -149,7 +159,7 @@ class InferenceRequest(Struct, frozen=True, kw_only=True, gc=False):
         if self.api in _CONVERSATIONS:
             begin, after = opening_of(prompt) or (0, 0)
             prompt = prompt[begin:after]
-            # The text begins behind the field before it: the role, or a name.
+            # The text begins after the previous field: the role or a name.
             start = max(prompt.rfind(byte, 0, prompt.find(TEXT)) for byte in TERMINATORS) + 1
         elif self.api is not ApiKind.COMPLETIONS:
             return None
@@ -157,9 +167,10 @@ class InferenceRequest(Struct, frozen=True, kw_only=True, gc=False):
         return prompt[start:end].decode(errors="replace")[:characters] if end > start else ""
 
     def block_hash(self, block_bytes: int, blocks: int) -> int | None:
-        """64 bits for the first prompt up to and with block number `blocks`, or its last full one.
+        """Return 64 bits for the first prompt up to the end of block number `blocks`, or of its
+        last full block.
 
-        None: the chain is not made yet, or the prompt has no full block.
+        Return None if the chain is not computed yet, or the prompt has no full block.
         """
         chains = self.chains.get(block_bytes)
         chain = chains[0] if chains else b""
@@ -168,27 +179,28 @@ class InferenceRequest(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def token_ids(self) -> tuple[bytes, ...]:
-        """Of each prompt its tokens, 4 little-endian bytes an id, as they came or as they were found out.
-
-        (): not known.
+        """Return the token ids of each prompt, 4 little-endian bytes per id, as received or as
+        computed; () if unknown.
         """
         return self.prompts if self.api is ApiKind.TOKENS else self.moment.token_ids
 
     @property
     def known_tokens(self) -> int:
-        """How many `token_ids` all prompts have, also where these are gone; 0: not known."""
+        """Return the number of `token_ids` of all prompts, also after they were dropped; 0 if
+        unknown.
+        """
         ids = self.token_ids
         return sum(map(len, ids)) // TOKEN_BYTES if ids else self.moment.known_tokens
 
     @property
     def prompt_count(self) -> int:
-        """How many prompts an engine gets with it, each of which it counts as a request."""
+        """Return the number of prompts, each of which an engine counts as a request."""
         if self.prompts:
             return len(self.prompts)
         return max((len(chains) for chains in self.chains.values()), default=1)
 
     def without_prompts(self) -> "InferenceRequest":
-        """The same without the prompt bytes and ids; the chains stay, and how many ids there were."""
+        """Return the request without prompt bytes and ids; the chains and the number of ids stay."""
         moment = self.moment
         if moment.token_ids or self.api is ApiKind.TOKENS:
             known = self.known_tokens

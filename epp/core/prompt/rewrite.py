@@ -1,4 +1,4 @@
-"""Which model serves a request for a model: the rules of InferenceModelRewrite objects."""
+"""Model rewrites: the rules of InferenceModelRewrite objects."""
 
 from bisect import bisect_right
 from collections.abc import Iterable
@@ -16,14 +16,18 @@ class Target(NamedTuple):
 
 
 class RewriteRule(Struct, frozen=True):
-    """Requests for one of `models` go to one of `targets`; no models: requests for any."""
+    """A rule that sends requests for one of `models` to one of `targets`; without models, it
+    applies to all.
+    """
 
     models: tuple[str, ...]
     targets: tuple[Target, ...]
 
 
 class ModelRewrites:
-    """Rules in order of precedence, the first that fits wins; exact ones before those for any."""
+    """Rewrite rules in order of precedence. The first match wins; exact rules come before those for
+    any model.
+    """
 
     def __init__(self, rules: Iterable[RewriteRule] = ()) -> None:
         self._exact: dict[str, tuple[Target, ...]] = {}
@@ -48,7 +52,7 @@ class ModelRewrites:
     __hash__ = None  # type: ignore[assignment]  # equal by content, and never a key
 
     def target(self, model: str, random: Random) -> str | None:
-        """The model that is to serve a request for `model`; None if no rule fits."""
+        """Return the model that must serve a request for `model`, or None if no rule matches."""
         targets = self._exact.get(model, self._any)
         if not targets:
             return None

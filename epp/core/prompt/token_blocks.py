@@ -1,11 +1,12 @@
-"""Token ids to chained block hashes: what a prompt is to the engine, under keys of our own.
+"""Chained block hashes over token ids: the engine's view of a prompt, under our own keys.
 
-As `core/prompt/blocks`, but over ids, 4 little-endian bytes each, and under the kind of API of
-prompts that come as ids. The hashes of engines differ by release, algorithm, seed and block size;
-these do not. The chain is made in steps of 16 tokens, so that blocks of engines can end inside one of
-ours, and of each of ours the hash of its last step is its key.
+The scheme is that of `core/prompt/blocks`, but over ids of 4 little-endian bytes, and with the API
+kind of prompts that come as ids. Engines' hashes differ by release, algorithm, seed and block size;
+these do not. The chain is computed in steps of 16 tokens, so that an engine's block can end inside
+one of ours. The hash of the last step of one of our blocks is its key.
 
-Placeholder ids are the same for all images: what begins in a step is hashed into its seed.
+Placeholder ids are the same for all images, so the media that begin in a step are hashed into its
+seed.
 """
 
 from array import array
@@ -19,23 +20,23 @@ from epp.core.prompt.blocks import chain_seed, hash_blocks
 from epp.core.types import ApiKind
 
 TOKEN_BYTES: Final = 4
-"""Of an id, little-endian."""
+"""Size of an id, little-endian."""
 _STEP_TOKENS: Final = 16
-"""The smallest block of an engine that is followed into the middle of one of ours."""
+"""Smallest block of an engine whose end inside one of our blocks is tracked."""
 
 
 def step_tokens_of(block_tokens: int) -> int:
-    """Tokens in a step of a chain of blocks of `block_tokens`."""
+    """Return the tokens in a step of a chain of blocks of `block_tokens`."""
     return block_tokens if block_tokens % _STEP_TOKENS else _STEP_TOKENS
 
 
 def token_seed(adapter: str, cache_salt: str) -> int:
-    """The seed of the first step: of the adapter, "" for the model itself, and the salt."""
+    """Return the seed of the first step from the adapter, "" for the base model, and the salt."""
     return chain_seed(ApiKind.TOKENS, adapter, cache_salt)
 
 
 def with_media(seed: int, identifiers: Iterable[str]) -> int:
-    """The seed of a step in which the media `identifiers` begin, in their order."""
+    """Return the seed of a step in which the media `identifiers` begin, in order."""
     for identifier in identifiers:
         seed = xxhash.xxh64_intdigest(identifier.encode("utf-8", "surrogatepass"), seed)
     return seed
@@ -49,7 +50,7 @@ def hash_tokens(
     block_tokens: int,
     blocks_max: int,
 ) -> bytes:
-    """Keys of the first `blocks_max` full blocks of a prompt, 8 bytes each."""
+    """Return the keys of the first `blocks_max` full blocks of a prompt, 8 bytes each."""
     step_tokens = step_tokens_of(block_tokens)
     steps_per_block = block_tokens // step_tokens
     step_bytes = step_tokens * TOKEN_BYTES

@@ -1,4 +1,4 @@
-"""Token ids as bytes, four little-endian ones an id; and whether ours are the engine's."""
+"""Token ids as bytes, and a comparison of our ids with the engine's."""
 
 import sys
 from array import array
@@ -9,16 +9,20 @@ from msgspec import Struct
 
 ID_BYTES: Final = 4
 COMPARED_MIN: Final = 100
-"""Prompts of a model after which it is judged."""
+"""Number of prompts of a model before it is judged."""
 AGREEMENT_MIN: Final = 0.95
-"""Of them, that had the engine's ids; with less, ours are not the engine's."""
+"""Share of these prompts that must have the engine's ids; with less, ours are not used."""
 TRIED_EACH: Final = 16
-"""Of so many prompts of a model whose ids are not the engine's those of one are found out."""
+"""Interval in prompts at which ids are still computed for a model whose ids differ from the
+engine's.
+"""
 MODELS_MAX: Final = 256
 
 
 def packed(ids: Iterable[int]) -> bytes:
-    """Raises `OverflowError` or `TypeError` for what is no id from 0 to 2**32 - 1."""
+    """Return 4 little-endian bytes per id. Raises `OverflowError` or `TypeError` unless ids are 0
+    to 2**32 - 1.
+    """
     words = array("I", ids)
     if sys.byteorder == "big":
         words.byteswap()
@@ -33,46 +37,47 @@ def unpacked(ids: bytes) -> list[int]:
 
 
 class Disagreement(Struct, frozen=True):
-    """Of a model whose ids are not the engine's."""
+    """A warning about a model whose ids differ from the engine's."""
 
     model: str
     compared: int
     agreed: int
     same_tokens: int
-    """From the head on, of the last prompt that differed."""
+    """Number of equal ids at the beginning of the last prompt that differed."""
 
 
 class ComparedModel(Struct):
-    """How often the ids of one model's prompts were the engine's."""
+    """The comparison of one model's ids with the engine's."""
 
     model: str
     compared: int = 0
     agreed: int = 0
     lately_compared: int = 0
-    """What is long ago counts less and less."""
+    """Number of recent comparisons; older ones count less and less."""
     lately_agreed: int = 0
     told: bool = False
     asked: int = 0
-    """Since its ids are not the engine's."""
+    """Number of requests for ids since they were found to differ."""
 
     @property
     def exact(self) -> bool:
-        """Nothing speaks against using these ids for those of the engine."""
+        """Return whether these ids may be used as the engine's."""
         lately = self.lately_compared
         return lately < COMPARED_MIN or self.lately_agreed >= AGREEMENT_MIN * lately
 
 
 class Agreement:
-    """How often the ids that were found out are those that the engine says it has stored."""
+    """The agreement of computed ids with those that the engine reports as stored."""
 
     def __init__(self) -> None:
         self._by_model: dict[str, ComparedModel] = {}
 
     def note(self, model: str, same_tokens: int | None) -> Disagreement | None:
-        """A prompt was compared: None, its ids are the engine's; else so many from the head on are.
+        """Record a comparison: None if the ids are the engine's, else the number of equal ids at
+        the beginning.
 
-        Returns what is to be warned of, once a model: less than `AGREEMENT_MIN` of lately at least
-        `COMPARED_MIN` prompts had the engine's ids.
+        Return a warning once per model: if fewer than `AGREEMENT_MIN` of at least `COMPARED_MIN`
+        recent prompts had the engine's ids.
         """
         known = self._by_model.get(model)
         if known is None:
@@ -93,13 +98,14 @@ class Agreement:
         return Disagreement(model, known.compared, known.agreed, same_tokens)
 
     def exact(self, model: str) -> bool:
-        """Whether nothing speaks against using the ids of `model` for those of the engine."""
+        """Return whether the ids of `model` may be used as the engine's."""
         known = self._by_model.get(model)
         return known is None or known.exact
 
     def asks(self, model: str) -> bool:
-        """Whether to find out the ids of one more prompt: where they are not the engine's of one in
-        `TRIED_EACH`, to see whether they still are not.
+        """Return whether to compute the ids of one more prompt of `model`.
+
+        If its ids differ from the engine's, one of `TRIED_EACH` prompts is still compared.
         """
         known = self._by_model.get(model)
         if known is None or known.exact:
@@ -108,5 +114,5 @@ class Agreement:
         return known.asked % TRIED_EACH == 0
 
     def rows(self) -> Sequence[ComparedModel]:
-        """In the order in which they were first compared."""
+        """Return the comparisons of all models, in the order of their first one."""
         return list(self._by_model.values())

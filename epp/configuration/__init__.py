@@ -1,1 +1,1 @@
-"""Text to settings: the `EndpointPickerConfig`, the flags, and what both are checked by."""
+"""Configuration: the `EndpointPickerConfig`, the flags, and the checks of both."""

@@ -1,4 +1,6 @@
-"""Configuration -> what the scheduler is made of: the one wiring of server, check and simulator."""
+"""Translation of a configuration into the scheduler's settings, shared by server, check and
+simulator.
+"""
 
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
@@ -32,7 +34,9 @@ from epp.plugins.burst import BurstSettings
 from epp.plugins.encoder_cache import EncoderCacheSettings
 
 ENTRY_POINTS: Final = "homing.plugins"
-"""Group in which other distributions offer their plugins, one class an entry point (D13)."""
+"""Entry point group in which other distributions offer their plugins, one class per entry point
+(D13).
+"""
 
 INDEXES: Final[Mapping[str, type[AffinityIndexSettings]]] = {
     "approx-prefix-cache-producer": PrefixIndexSettings,
@@ -44,19 +48,19 @@ INDEXES: Final[Mapping[str, type[AffinityIndexSettings]]] = {
 }
 
 REFRESH_INTERVAL_S: Final = 0.2
-"""Between two scrapes of an endpoint, in a pool of up to 400."""
+"""Time between two scrapes of an endpoint in seconds, in a pool of up to 400 endpoints."""
 METRICS_STALENESS_S: Final = 2.0
 _SATURATION_STALENESS_MIN_S: Final = 1.0
 _SATURATION_STALENESS_INTERVALS: Final = 5
 _TURNS_MIN: Final = 2
-"""Scrapes of an endpoint that must have failed or be late before its metrics are stale."""
+"""Number of scrapes of an endpoint that must fail or be late before its metrics are stale."""
 
 
 def plugin_tables() -> PluginTables:
-    """The plugins of this distribution and those that installed ones offer.
+    """Return the plugins of this distribution and those that installed distributions offer.
 
-    Raises `ConfigError` when an installed one cannot be imported, is no plugin, or takes a name
-    that is in use.
+    Raises `ConfigError` if an installed plugin cannot be imported, is not a plugin, or uses a taken
+    name.
     """
     tables: dict[str, dict[str, Any]] = {
         "keep": dict(FILTERS),
@@ -81,31 +85,33 @@ def plugin_tables() -> PluginTables:
 
 
 def _add(entry: EntryPoint, tables: Mapping[str, dict[str, Any]]) -> str | None:
-    """Put the class behind `entry` into the table of the verb it has; say what hinders."""
+    """Add the class behind `entry` to the table of its main method. Return what prevents it, or
+    None.
+    """
     try:
         kind = entry.load()
     except (ImportError, AttributeError) as error:
         return f"cannot be imported: {error}"
     except Interrupted:
         raise
-    except BaseException as error:  # noqa: BLE001  the code of others runs
+    except BaseException as error:  # noqa: BLE001  runs code of other distributions
         return f"cannot be imported: it raised {type(error).__name__}: {error}"
     type_name = getattr(kind, "type_name", None)
     if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct) and type_name):
-        return "is no plugin, expected a msgspec.Struct with a type_name"
+        return "is not a plugin; expected a msgspec.Struct with a type_name"
     verbs = [verb for verb in tables if callable(getattr(kind, verb, None))]
     if len(verbs) != 1:
-        return f"has {len(verbs)} of the verbs {', '.join(tables)}, expected one"
+        return f"has {len(verbs)} of the methods {', '.join(tables)}; expected one"
     if fault := declaration_fault(kind):
         return fault
     taken = type_name in ACCEPTED or any(type_name in table for table in tables.values())
     if not taken:
         tables[verbs[0]][type_name] = kind
-    return f"is of type {type_name}, which is taken" if taken else None
+    return f"has type {type_name}, which is already in use" if taken else None
 
 
 def default_config(plugins: PluginTables) -> PickerConfig:
-    """What decides when no configuration is given."""
+    """Return the configuration that applies if none is given."""
     return load_config(DEFAULT_CONFIG, DEFAULT_SOURCE, plugins)
 
 
@@ -117,13 +123,15 @@ def build_settings(
     fallback_endpoints_max: int = 0,
     prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S,
 ) -> SchedulerSettings:
-    """All that decides, for `Scheduler.configure`.
+    """Return the settings of the scheduler for `config`.
 
     `refresh_interval_s` is the time between two scrapes of one endpoint. The saturation detector's
-    threshold is max(1 s, 5 of those) unless the configuration gives one (design section 4).
-    Metrics are stale from `metrics_staleness_s` on, or from twice that time if it is longer: else all
-    requests would go to whoever was scraped last.
-    `prefill_tokens_per_s` is what an endpoint does of which the configuration says nothing.
+    threshold is max(1 s, 5 of these intervals) unless the configuration sets it (design section 4).
+
+    Metrics are stale after `metrics_staleness_s`, or after two intervals if that is longer.
+    Otherwise all requests would go to the endpoint that was scraped last.
+
+    `prefill_tokens_per_s` is the speed of an endpoint for which the configuration sets none.
     """
     profile = config.profile
     picker = _picking(profile.picker, 1 + fallback_endpoints_max)
@@ -160,12 +168,14 @@ def build_settings(
 
 
 def saturation_staleness_s(refresh_interval_s: Seconds) -> Seconds:
-    """Age from which the saturation detector takes an endpoint for full, unless configured."""
+    """Return the age of metrics from which the saturation detector counts an endpoint as full,
+    unless configured.
+    """
     return max(_SATURATION_STALENESS_MIN_S, _SATURATION_STALENESS_INTERVALS * refresh_interval_s)
 
 
 def oldest_metrics_s(settings: SchedulerSettings) -> Seconds:
-    """The age beyond which the first of all that decides takes metrics for nothing."""
+    """Return the smallest age beyond which any part of the decision ignores metrics."""
     readers: list[Any] = [
         settings.saturation,
         *(
@@ -185,7 +195,7 @@ def settings_warnings(
     refresh_interval_s: Seconds = REFRESH_INTERVAL_S,
     fallback_endpoints_max: int = 0,
 ) -> list[str]:
-    """What in `config` does not go with these flags, one sentence each."""
+    """Return one sentence for each setting in `config` that conflicts with these flags."""
     warnings: list[str] = []
     refresh_interval_s = max(refresh_interval_s, config.metrics.source.interval_s)
     threshold_s = float(config.saturation.metrics_staleness_threshold)
@@ -193,27 +203,27 @@ def settings_warnings(
     if config.staleness_given and threshold_s < expected_s:
         warnings.append(
             f"{config.source}: metricsStalenessThreshold {threshold_s:g}s of the saturation "
-            f"detector is less than {expected_s:g}s, endpoints scraped every "
+            f"detector is less than {expected_s:g}s: endpoints scraped every "
             f"{refresh_interval_s:g}s will count as full now and then"
         )
     if metrics_staleness_s < _TURNS_MIN * refresh_interval_s:
         warnings.append(
             f"--metrics-staleness-threshold {metrics_staleness_s:g}s is less than two refresh "
-            f"intervals of {refresh_interval_s:g}s, which are taken instead: endpoints that wait "
-            "for their turn are not stale"
+            f"intervals of {refresh_interval_s:g}s, which apply instead: endpoints that wait "
+            "for their next scrape are not stale"
         )
     picker: Any = config.profile.picker
     picks = picker.max_num_of_endpoints if picker.abilities.picks_several else 1
     if picks > 1 + fallback_endpoints_max:
         warnings.append(
             f"{config.source}: maxNumOfEndpoints {picks} of {config.profile.picker_name} has no "
-            f"effect, fallbacks are sent with --fallback-endpoints-max only"
+            f"effect: the number of fallbacks is set by --fallback-endpoints-max"
         )
     return warnings
 
 
 def _picking(picker: Picker, count: int) -> Picker:
-    """`picker`, choosing `count` endpoints where it can be told how many."""
+    """Return `picker`, set to choose `count` endpoints if it has such a parameter."""
     if not picker.abilities.picks_several:
         return picker
     replace: Callable[..., Any] = msgspec.structs.replace

@@ -1,8 +1,8 @@
-"""Names that configurations carry and that are in no profile; those of the field mean little here.
+"""Names in configurations outside profiles, most of which have little or no effect here.
 
-A type in `ACCEPTED` loads, with its parameters checked, so that an existing ConfigMap works
-unchanged; one in `REFUSED` is refused with what to use instead. Names and parameters are those of
-llm-d-router v0.10 and of gateway-api-inference-extension v1.
+A type in `ACCEPTED` loads and its parameters are checked, so that an existing ConfigMap works
+unchanged. A type in `REFUSED` is refused with a recommended replacement. Names and parameters are
+those of llm-d-router v0.10 and of gateway-api-inference-extension v1.
 """
 
 import re
@@ -25,24 +25,26 @@ from epp.plugins.pull_source import PullSource
 
 API_VERSION: Final = "llm-d.ai/v1alpha1"
 API_VERSIONS: Final = ("llm-d.ai/v1", API_VERSION)
-"""What differs between them is in sections that are refused here."""
+"""Accepted API versions, which differ only in sections that are refused here."""
 API_VERSION_DEPRECATED: Final = "inference.networking.x-k8s.io/v1alpha1"
 
 PARSERS: Final = ("openai-parser", "anthropic-parser", "vllmhttp-parser", "passthrough-parser")
-"""All of them, in the order in which the field tries them."""
+"""All parsers, in the order in which llm-d-router tries them."""
 
 _SPEC: Final = re.compile(r"[A-Za-z_:][\w:]*(?:\{([^{}]*)\})?", re.ASCII)
 _LABEL: Final = re.compile(r"\s*[A-Za-z_]\w*\s*=\s*(?:\"[^\",]*\"|[^\",]*)", re.ASCII)
 
 
 class MetricSpec(str):
-    """Which series of a metrics page: `name` or `name{label=value,...}`; "" for none."""
+    """A series of a metrics page, as `name` or `name{label=value,...}`; "" for none."""
 
     __slots__ = ()
 
 
 def parse_metric_spec(text: str) -> MetricSpec:
-    """Raises `ValueError`, in one sentence, if `text` names no series."""
+    """Return the series that `text` names. Raises `ValueError`, with one sentence, if it names
+    none.
+    """
     spec = _SPEC.fullmatch(text)
     labels = (spec[1] or "").split(",") if spec else []
     if text and not (spec and all(_LABEL.fullmatch(label) for label in labels if label)):
@@ -51,14 +53,15 @@ def parse_metric_spec(text: str) -> MetricSpec:
 
 
 class NoParameters(Parameters, frozen=True):
-    """A type that takes no parameters."""
+    """The parameters of a type that has none."""
 
 
 class DataParallelHandler(Parameters, frozen=True):
-    """`data-parallel-profile-handler`: ranks with a port each are endpoints of their own anyhow.
+    """`data-parallel-profile-handler`: no effect, because ranks with a port each are separate
+    endpoints.
 
-    Those behind one address are one endpoint, and `data-parallel-rank-producer` says which of them
-    serves a request.
+    Ranks behind one address are one endpoint; for them `data-parallel-rank-producer` selects the
+    rank.
     """
 
     primary_port: Annotated[int, Meta(ge=1, le=65_535)] | None = None
@@ -67,10 +70,10 @@ class DataParallelHandler(Parameters, frozen=True):
 class InflightLoadProducer(Parameters, frozen=True):
     """`inflight-load-producer`: the ledger always counts requests and uncached prompt tokens.
 
-    The tokens drain at `peak_prefill_throughput` (tokens/s) of each endpoint; of an endpoint whose
-    labels are among `peak_prefill_throughputs`, at that of the first that matches. Where neither is
-    given, at the one of `prefix-cache-affinity-filter`, and without that at 15,928, or in the
-    simulator at what the pods' profile does.
+    The tokens drain at the `peak_prefill_throughput` (tokens/s) of each endpoint. If labels of an
+    endpoint match entries of `peak_prefill_throughputs`, the first of these applies. If neither is
+    set, the value of `prefix-cache-affinity-filter` applies, and without it 15,928. In the
+    simulator, the default is the speed of the pods' profile.
     """
 
     peak_prefill_throughput: Annotated[float, Meta(gt=0, le=1e9)] | None = None
@@ -78,15 +81,17 @@ class InflightLoadProducer(Parameters, frozen=True):
     add_estimated_output_tokens: bool = False
     output_ratio: Annotated[float, Meta(ge=0)] = 1.5
     max_estimated_output_tokens: Annotated[int, Meta(ge=0)] | None = None
-    """No effect: tokens of answers are not added."""
+    """No effect, because tokens of answers are not added."""
     prefix_match_info_producer_name: str = ""
-    """Name of the prefix index that says what is uncached: the default one."""
+    """Name of the prefix index that estimates the uncached tokens; only the default one is
+    possible.
+    """
     sync_cross_replica_state: bool = True
 
 
 INTERVAL_MAX_S: Final = 3_600.0
 GPU_UTILIZATION: Final = "GPUUtilization"
-"""What `dcgm-extractor` tells of an endpoint."""
+"""Attribute of an endpoint that `dcgm-extractor` provides."""
 DCGM_EXTRACTOR: Final = "dcgm-extractor"
 MODELS_EXTRACTOR: Final = "models-data-extractor"
 
@@ -97,74 +102,80 @@ class MetricsScheme(StrEnum):
 
 
 class _PageSource(Parameters, frozen=True):
-    """How pages of endpoints are asked for."""
+    """The settings for requesting pages of endpoints."""
 
     scheme: MetricsScheme = MetricsScheme.HTTP
     insecure_skip_verify: bool = True
-    """With `https`: trust whoever answers."""
+    """True to accept any certificate, with `https`."""
     interval: str = ""
-    """A duration: between two pages of an endpoint, where that is longer than it would be anyhow."""
+    """Time between two requests of an endpoint's page, if it is longer than the default interval; a
+    duration.
+    """
 
     def __post_init__(self) -> None:
         if not 0 <= self.interval_s <= INTERVAL_MAX_S:
             raise ValueError(
-                f"interval must be from 0s to {INTERVAL_MAX_S:g}s, is {self.interval_s:g}s"
+                f"interval is {self.interval_s:g}s; it must be from 0s to {INTERVAL_MAX_S:g}s"
             )
 
     @property
     def interval_s(self) -> Seconds:
-        """0: as often as others."""
+        """Return the interval in seconds, or 0 for the default one."""
         return float(parse_duration(self.interval)) if self.interval else 0.0
 
 
 class _TrustingSource(_PageSource, frozen=True):
-    """With certificates of its own."""
+    """A source with certificates of its own."""
 
     ca_cert_path: str = ""
-    """With `https` and without `insecureSkipVerify`: PEM of who vouches for endpoints; none: the
-    system's."""
+    """PEM file of the authority for the endpoints' certificates, with `https` and without
+    `insecureSkipVerify`; the system's if not given.
+    """
     client_cert_path: str = ""
-    """With `https`: PEM of the picker's own certificate, where endpoints ask for one."""
+    """PEM file of the picker's own certificate, with `https`, for endpoints that request one."""
     client_key_path: str = ""
-    """Its private key."""
+    """PEM file of the private key of the picker's certificate."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if bool(self.client_cert_path) != bool(self.client_key_path):
-            raise ValueError("clientCertPath and clientKeyPath need each other")
+            raise ValueError("clientCertPath and clientKeyPath must be given together")
 
 
 class MetricsDataSource(_TrustingSource, frozen=True):
-    """`metrics-data-source`: where each endpoint serves its metrics."""
+    """`metrics-data-source`: the address at which each endpoint serves its metrics."""
 
     path: Annotated[str, Meta(pattern="^/")] = "/metrics"
     port: Annotated[int, Meta(ge=1, le=65_535)] | None = None
-    """None: the port that serves requests."""
+    """Port of the metrics, or None for the port that serves requests."""
 
 
 class ModelsDataSource(_TrustingSource, frozen=True):
-    """`models-data-source`: where each endpoint lists its models, which `/debug/endpoints` shows.
+    """`models-data-source`: the address of each endpoint's list of models, which `/debug/endpoints`
+    shows.
 
-    Only with a `models-data-extractor`. Nothing is decided by it.
+    It needs a `models-data-extractor`, and does not affect decisions.
     """
 
     path: Annotated[str, Meta(pattern="^/")] = "/v1/models"
-    """Of the list."""
+    """Path of the list."""
 
 
 class DcgmDataSource(_PageSource, frozen=True):
-    """`dcgm-data-source`: where the DCGM exporter serves the metrics of each endpoint's GPUs.
+    """`dcgm-data-source`: the address of the DCGM exporter's metrics of each endpoint's GPUs.
 
-    With a `dcgm-extractor` the highest `DCGM_FI_DEV_GPU_UTIL` of an endpoint's GPUs, 0 to 1, is its
-    attribute `GPUUtilization`, by which `endpoint-attribute-filter` and `-scorer` can go. Samples
-    with a label `pod` count for the pod of that name alone.
+    With a `dcgm-extractor`, the highest `DCGM_FI_DEV_GPU_UTIL` of an endpoint's GPUs, 0 to 1,
+    becomes its attribute `GPUUtilization`. `endpoint-attribute-filter` and `-scorer` can read it.
+    Samples with a label `pod` count only for the pod of that name.
     """
 
     path: Annotated[str, Meta(pattern="^/")] = "/metrics"
     port: Annotated[int, Meta(ge=1, le=65_535)] = 9400
-    """Of the exporter."""
+    """Port of the exporter."""
     use_node_address: bool = False
-    """Ask the exporter of the node, where its address is known, and not one within the pod."""
+    """True to use the exporter of the node, if its address is known, instead of one within the
+    pod.
+    """
 
 
 class ExtraMetric(Parameters, frozen=True):
@@ -175,7 +186,7 @@ class ExtraMetric(Parameters, frozen=True):
 
 
 class EngineMetrics(Parameters, frozen=True):
-    """What an engine calls its metrics. A configured engine replaces the built-in one as a whole."""
+    """The names of an engine's metrics. A configured engine replaces the built-in one as a whole."""
 
     name: Annotated[str, Meta(min_length=1)]
     queued_requests_spec: MetricSpec = MetricSpec("")
@@ -191,7 +202,7 @@ class EngineMetrics(Parameters, frozen=True):
     def __post_init__(self) -> None:
         if not self.queued_requests_spec:
             raise ValueError(
-                f"engine {self.name} has no queuedRequestsSpec, by which its page is recognised"
+                f"engine {self.name} has no queuedRequestsSpec, which identifies its page"
             )
 
 
@@ -209,7 +220,7 @@ BUILT_IN_ENGINES: Final = (
 
 
 class CoreMetricsExtractor(Parameters, frozen=True):
-    """`core-metrics-extractor`: which engine each endpoint runs, and its metric names."""
+    """`core-metrics-extractor`: the engine of each endpoint, and the names of its metrics."""
 
     engine_label_key: Annotated[str, Meta(min_length=1)] = ENGINE_LABELS[0]
     default_engine: Annotated[str, Meta(min_length=1)] = "vllm"
@@ -228,7 +239,7 @@ class CoreMetricsExtractor(Parameters, frozen=True):
 
 
 class KubernetesNotificationSource(Parameters, frozen=True):
-    """`k8s-notification-source`: changes of objects of Kubernetes always arrive."""
+    """`k8s-notification-source`: no effect, because changes of Kubernetes objects always arrive."""
 
     group: str = ""
     """No effect."""
@@ -244,7 +255,7 @@ HANDLERS: Final[Mapping[str, type[Parameters]]] = {
 }
 
 NOTIFICATION_SOURCES: Final = ("endpoint-notification-source", "k8s-notification-source")
-"""They wire what hears of endpoints that come and go, which here always arrives."""
+"""Sources that subscribe to changes of endpoints, which always arrive here."""
 
 ACCEPTED: Final[Mapping[str, type[Parameters]]] = {
     **HANDLERS,
@@ -272,7 +283,7 @@ DEPRECATED: Final[Mapping[str, str]] = {
     "model-server-protocol-metrics": "core-metrics-extractor",
     "tokenizer": "token-producer",
 }
-"""Old type name -> the one to use instead. The old ones keep working."""
+"""Replacement of each deprecated type name. The old names keep working."""
 
 MOVED_TO_INDEX: Final = (
     "autoTune",
@@ -283,9 +294,9 @@ MOVED_TO_INDEX: Final = (
     "maxPrefixBlocksToMatch",
     "maxPrefixTokensToMatch",
 )
-"""Parameters that `prefix-cache-scorer` had before the index became a plugin of its own."""
+"""Parameters that `prefix-cache-scorer` had before the index became a separate plugin."""
 
-_NO_DISAGGREGATION: Final = "prefill and decode are not disaggregated here"
+_NO_DISAGGREGATION: Final = "prefill and decode are not disaggregated"
 _NO_QUEUE: Final = "requests are not queued in the picker"
 _NO_PREDICTOR: Final = "there is no latency predictor"
 
@@ -326,10 +337,10 @@ REFUSED: Final[Mapping[str, str]] = {
     "request-attribute-reporter": "nothing is computed from usage: use --parse-response-usage",
     "agent-identity": "there is no fairness between agents: remove it",
     "outlier-ejection-filter": (
-        f"no profile needs a filter for it: declare {OutlierEjection.type_name}, or nothing"
+        f"it needs no filter in a profile: declare {OutlierEjection.type_name}, or nothing"
     ),
     "file-discovery": "endpoints are given with --endpoints-file: remove it",
-    "round-robin-picker": "use max-score-picker, which takes turns among equal scores",
+    "round-robin-picker": "use max-score-picker, which picks equal scores round robin",
     "sglanghttp-parser": "this API is not read: use passthrough-parser",
     "vllmgrpc-parser": "gRPC requests are not read: use passthrough-parser",
     "vertexai-parser": "gRPC requests are not read: use passthrough-parser",
@@ -340,18 +351,20 @@ FEATURE_GATES: Final[Mapping[str, str]] = {
     "prepareDataPlugins": "producers are always prepared",
     "dataLayer": "metrics are always collected by the data layer",
 }
-"""Gates that have no effect -> why. `flowControl` is refused when it is on."""
+"""Feature gates without effect, with the reason. `flowControl` is refused if it is on."""
 
 _BY_FLAGS: Final = "replicas share by --peer-service, --peers or --peer-url"
 
 IGNORED_SECTIONS: Final[Mapping[str, str]] = {
     "dataLayer.peerDiscovery": "replicas find each other by --peer-service or --peers",
     "dataLayer.crossReplicaSyncerPluginRef": _BY_FLAGS,
-    "dataLayer.crossReplicaSyncInterval": "replicas are told of a change within 20ms",
-    "dataLayer.crossReplicaPublishTimeout": "nothing waits until replicas are told",
+    "dataLayer.crossReplicaSyncInterval": "replicas share changes within 20ms",
+    "dataLayer.crossReplicaPublishTimeout": "sharing never waits for replicas",
     "dataLayer.crossReplica": _BY_FLAGS,
 }
-"""Members of the document that load and mean nothing here -> why. They need a restart, as flags do."""
+"""Members of the document that load without effect, with the reason. Like flags, they need a
+restart.
+"""
 
 REFUSED_SECTIONS: Final[Mapping[str, str]] = {
     "dataLayer.discovery": "endpoints are given with --endpoints-file",
@@ -365,7 +378,7 @@ REFUSED_SECTIONS: Final[Mapping[str, str]] = {
     "flowControl.usageLimitPolicyPluginRef": _NO_QUEUE,
     "discovery": "endpoints are given with --endpoints-file",
 }
-"""Members of the document that cannot be obeyed -> why. They are to be removed."""
+"""Members of the document that are not supported and must be removed, with the reason."""
 
 
 RIVALS: Final = frozenset(
@@ -414,11 +427,13 @@ RIVALS: Final = frozenset(
         "work-times-batch-scorer",
     }
 )
-"""Types of homing-rivals: where they are not installed it is told what has them."""
+"""Types of homing-rivals; if it is not installed, the error names it."""
 
 
 def refusal_of(type_name: str) -> str | None:
-    """Why a known type of the field is not here, and what is nearest to it; None: not known."""
+    """Return why a known type of llm-d-router is not supported, with a replacement; None if it is
+    unknown.
+    """
     if type_name.startswith("multicluster-"):
         return "one picker serves one pool: remove it"
     if type_name in RIVALS:

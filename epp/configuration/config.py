@@ -1,7 +1,8 @@
-"""Bytes of an `EndpointPickerConfig` -> one typed configuration, or every problem it has.
+"""Loading of an `EndpointPickerConfig`: bytes to one typed configuration, or to all of its
+problems.
 
-Nothing here is read from the world, and nothing is opened: `load_config` is a function of its
-arguments, used alike by the server, by `epp check-config`, by hot reload and by the simulator.
+Nothing is read or opened here: `load_config` is a function of its arguments. The server, `epp
+check-config`, hot reload and the simulator use it alike.
 """
 
 from collections import Counter
@@ -88,7 +89,7 @@ __all__ = [
 ]
 
 _WEIGHT: Final = 1.0
-"""Of a scorer without one, as in the reference picker."""
+"""Weight of a scorer without one, as in the reference picker."""
 
 PREFIX_INDEX: Final = "approx-prefix-cache-producer"
 PRECISE_INDEX: Final = "precise-prefix-cache-producer"
@@ -109,7 +110,7 @@ schedulingProfiles:
   - pluginRef: added-time-scorer
   - pluginRef: max-score-picker
 """
-"""What decides when no configuration is given: the strategy `homing`."""
+"""Configuration that applies if none is given: the strategy `homing`."""
 DEFAULT_SOURCE: Final = "built-in default"
 
 T = TypeVar("T")
@@ -117,18 +118,18 @@ P = TypeVar("P", InflightLoadProducer, OutlierEjection, TokenProducer)
 
 
 class PluginTables(Struct, frozen=True, kw_only=True):
-    """Type name -> class, of all that a configuration can name (made in `epp.configuration.build`)."""
+    """The classes of all types that a configuration can name (made in `epp.configuration.build`)."""
 
     filters: Mapping[str, type[Filter]]
     scorers: Mapping[str, type[Scorer]]
     pickers: Mapping[str, type[Picker]]
     indexes: Mapping[str, type[AffinityIndexSettings]]
     deprecated: Mapping[str, str] = field(default_factory=dict)
-    """Old type name -> the one to use instead."""
+    """Replacement of each deprecated type name."""
 
 
 class Role(StrEnum):
-    """What a plugin is to a profile."""
+    """The role of a plugin in the configuration."""
 
     FILTER = "filter"
     SCORER = "scorer"
@@ -145,38 +146,38 @@ class Role(StrEnum):
 
 
 class ConfiguredPlugin(Struct, frozen=True, kw_only=True):
-    """A plugin under its name in the configuration."""
+    """A plugin with its name in the configuration."""
 
     name: str
     type_name: str
     role: Role
     where: str
-    """Its place in the document, for messages."""
+    """Place of the plugin in the document, for messages."""
     plugin: Any
     """Filter, scorer, picker, index settings, or a struct of `epp.configuration.compatibility`."""
     given: frozenset[str] = frozenset()
-    """Parameters that the document spells out."""
+    """Parameters that the document sets."""
 
 
 class MetricsSettings(Struct, frozen=True, kw_only=True):
-    """What the scraper is told."""
+    """The settings of the scraper."""
 
     source: MetricsDataSource = field(default_factory=MetricsDataSource)
     extractor: CoreMetricsExtractor = field(default_factory=CoreMetricsExtractor)
     models: ModelsDataSource | None = None
-    """Where each endpoint lists its models; None: nobody asks."""
+    """Source of each endpoint's list of models, or None if it is not requested."""
     gpus: DcgmDataSource | None = None
-    """Where each endpoint's GPUs are told of; None: nobody asks."""
+    """Source of the metrics of each endpoint's GPUs, or None if they are not requested."""
 
     @property
     def pages(self) -> dict[str, ModelsDataSource | DcgmDataSource]:
-        """Name -> a page of each endpoint beside its metrics that is asked for."""
+        """Return the requested pages of each endpoint besides its metrics, by name."""
         asked = {"models": self.models, "gpus": self.gpus}
         return {name: source for name, source in asked.items() if source is not None}
 
     @property
     def attributes(self) -> frozenset[str]:
-        """Keys of the attributes that endpoints may tell."""
+        """Return the keys of the attributes that endpoints may have."""
         keys = {
             attribute_key(metric.attribute_key)
             for engine in self.extractor.engine_configs
@@ -188,44 +189,46 @@ class MetricsSettings(Struct, frozen=True, kw_only=True):
 
 
 class PickerConfig(Struct, frozen=True, kw_only=True):
-    """A whole, valid configuration, with every default filled in."""
+    """A complete, valid configuration, with all defaults filled in."""
 
     source: str
     profile: SchedulingProfile
     indexes: Mapping[str, AffinityIndexSettings]
-    """By the name under which filters and scorers ask for them."""
+    """Index settings by the name under which filters and scorers request the index."""
     prefix: str = ""
-    """Which of `indexes` is the default prefix index; "" if there is none."""
+    """Name of the default prefix index among `indexes`, or "" if there is none."""
     saturation: UtilizationDetector = field(default_factory=UtilizationDetector)
     staleness_given: bool = False
-    """Whether the document spells out the detector's staleness threshold."""
+    """True if the document sets the detector's staleness threshold."""
     parsers: tuple[str, ...] = PARSERS
-    """Types, in the order in which they are tried."""
+    """Types of the parsers, in the order in which they are tried."""
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
     inflight: InflightLoadProducer = field(default_factory=InflightLoadProducer)
-    """How fast endpoints prefill, as far as the document says so here."""
+    """Configured prefill speeds of endpoints."""
     ejection: OutlierEjection = field(default_factory=OutlierEjection)
-    """Who is set aside for being slow or failing, whatever the profile."""
+    """Settings of outlier ejection, which apply to every profile."""
     tokens: TokenProducer = field(default_factory=TokenProducer)
-    """Who says which tokens a prompt becomes."""
+    """Settings of the producer of token ids."""
     shadow: SchedulingProfile | None = None
-    """Judges what `profile` decides and acts on nothing."""
+    """Shadow profile, which judges the decisions of `profile` and never acts, or None."""
     shadow_share: float = 1.0
-    """Of the decisions, those that it judges."""
+    """Share of the decisions that the shadow profile judges."""
     warnings: tuple[str, ...] = ()
 
     @property
     def tokens_asked(self) -> TokenProducer:
-        """Who is asked for tokens: where nothing that decides reads them nobody, and no request waits."""
+        """Return the producer of token ids, or one without effect if no part of the decision reads
+        token ids.
+        """
         profiles = (self.profile,) if self.shadow is None else (self.profile, self.shadow)
         return self.tokens if _reads_tokens(self.indexes, profiles) else TokenProducer()
 
 
 def load_config(text: bytes | str, source: str, plugins: PluginTables) -> PickerConfig:
-    """Read a configuration and try its plugins; `source` names it in messages.
+    """Load a configuration and try its plugins; `source` names it in messages.
 
-    Raises `ConfigError` with every problem that can be told from the document, and with every
-    plugin that fails on made-up endpoints.
+    Raises `ConfigError` with every problem of the document, and with every plugin that fails on
+    test endpoints.
     """
     return _Loader(source, plugins).load(read_mapping(text, source))
 
@@ -279,7 +282,7 @@ class _FlowControl(Parameters, frozen=True):
 
 
 class _NeededIndex(Struct, frozen=True):
-    """What a filter or scorer says of the index that it needs."""
+    """The index that a filter or scorer needs."""
 
     name: str
     type_name: str
@@ -323,12 +326,12 @@ _EXTRACTORS: Final[Mapping[str, str]] = {
     "models-data-source": MODELS_EXTRACTOR,
     "dcgm-data-source": DCGM_EXTRACTOR,
 }
-"""Type of a data source -> the type of what reads its pages."""
+"""Type of the extractor that reads the pages of each type of data source."""
 _LOAD_PRODUCER: Final = "inflight-load-producer"
 
 
 class _Loader:
-    """Collects problems and warnings while it goes through one document."""
+    """The state of loading one document, with the problems and warnings found so far."""
 
     def __init__(self, source: str, tables: PluginTables) -> None:
         self.source = source
@@ -337,11 +340,13 @@ class _Loader:
         self.warnings: list[str] = []
         self.plugins: dict[str, ConfiguredPlugin] = {}
         self.broken: set[str] = set()
-        """Names of plugins that have a problem of their own: not missing when referred to."""
+        """Names of plugins with a problem of their own; references to them are not reported as
+        missing.
+        """
         self.for_index: dict[str, Any] = {}
-        """Parameters of the index that old configurations give to `prefix-cache-scorer`."""
+        """Parameters of the index that old configurations set on `prefix-cache-scorer`."""
         self.settled: dict[str, set[str]] = {}
-        """Lookup of an index -> parameters of it that somebody spelt out."""
+        """Parameters of each index that the document has set so far, by name of the index."""
 
     def problem(self, sentence: str) -> None:
         self.problems.append(f"{self.source}: {sentence}")
@@ -392,7 +397,7 @@ class _Loader:
         )
 
     def convert(self, value: Any, kind: type[T], where: str) -> T | None:
-        """`value` as a `kind`; None after a problem."""
+        """Convert `value` to a `kind`. Return None after a problem."""
         before = len(self.problems)
         if isinstance(value, dict) and issubclass(kind, Struct):
             value = self._without_unknown(value, kind, where)
@@ -409,14 +414,14 @@ class _Loader:
     def _without_unknown(
         self, value: dict[str, Any], kind: type[Struct], where: str
     ) -> dict[str, Any]:
-        """Name every unknown field at once, where msgspec would name the first."""
+        """Report all unknown fields at once, because msgspec would report only the first."""
         known = kind.__struct_encode_fields__
         for name in value:
             member = f"{where}.{name}"
             if why := REFUSED_SECTIONS.get(member):
-                self.problem(f"{member} is not supported, {why}: remove it")
+                self.problem(f"{member} is not supported, because {why}: remove it")
             elif why := IGNORED_SECTIONS.get(member):
-                self.warn(f"{member} has no effect, {why}")
+                self.warn(f"{member} has no effect, because {why}")
             elif name not in known:
                 self.problem(f"{where} has unknown field `{name}`{nearest(str(name), known)}")
         return {name: member for name, member in value.items() if name in known}
@@ -432,7 +437,9 @@ class _Loader:
             self.problem(f"apiVersion is {_shown(version)}, expected {expected}")
         for name in document:
             if name in REFUSED_SECTIONS:
-                self.problem(f"{name} is not supported, {REFUSED_SECTIONS[name]}: remove it")
+                self.problem(
+                    f"{name} is not supported, because {REFUSED_SECTIONS[name]}: remove it"
+                )
             elif name not in _SECTIONS:
                 self.problem(f"has unknown field `{name}`{nearest(str(name), _SECTIONS)}")
         gates = document.get("featureGates")
@@ -442,15 +449,18 @@ class _Loader:
     def _check_gate(self, where: str, gate: Any) -> None:
         name, _, value = str(gate).partition("=")
         if value not in {"", "true", "false"}:
-            self.problem(f"{where}: {gate!r} is neither a gate nor gate=true nor gate=false")
+            self.problem(
+                f"{where}: {gate!r} is not a feature gate; expected gate, gate=true or gate=false"
+            )
         elif name == "flowControl":
             if value != "false":
                 self.problem(
-                    f"{where}: flowControl is not supported, requests are not queued in the "
-                    "picker: remove it, requests of negative priority are shed when saturated"
+                    f"{where}: flowControl is not supported, because requests are not queued in "
+                    "the picker: remove it. Requests of negative priority are shed when the pool "
+                    "is saturated"
                 )
         elif name in FEATURE_GATES:
-            self.warn(f"{where}: {name} has no effect, {FEATURE_GATES[name]}")
+            self.warn(f"{where}: {name} has no effect, because {FEATURE_GATES[name]}")
         else:
             known = ("flowControl", *FEATURE_GATES)
             self.problem(f"{where}: feature gate {name!r} is unknown{nearest(name, known)}")
@@ -493,13 +503,13 @@ class _Loader:
                 self.plugins[name] = plugin
 
     def _add_precise_index(self, where: str, parameters: dict[str, Any]) -> None:
-        """What was one plugin is a scorer and the index that it reads."""
+        """Replace the deprecated scorer by a scorer and the index that it reads."""
         self.warn(
             f"{where}: type {_PRECISE_SCORER} is deprecated, use {PRECISE_INDEX} with these "
             f"parameters, and prefix-cache-scorer with prefixMatchInfoProducerName {PRECISE_INDEX}"
         )
         if PRECISE_INDEX in self.plugins:
-            self.problem(f"{where}: there is a {PRECISE_INDEX} besides, expected one of the two")
+            self.problem(f"{where}: a {PRECISE_INDEX} is declared too; declare only one of the two")
             return
         index = self._plugin(where, PRECISE_INDEX, PRECISE_INDEX, parameters)
         if index is not None:
@@ -579,7 +589,7 @@ class _Loader:
         if not moved:
             return parameters
         self.warn(
-            f"{where}: {', '.join(moved)} of prefix-cache-scorer moved to {PREFIX_INDEX}: give "
+            f"{where}: {', '.join(moved)} of prefix-cache-scorer moved to {PREFIX_INDEX}: set "
             "them there"
         )
         characters = moved.pop("hashBlockSize", None)
@@ -589,14 +599,15 @@ class _Loader:
         return {name: value for name, value in parameters.items() if name not in MOVED_TO_INDEX}
 
     def _warn_of_parameters(self, where: str, plugin: Any, parameters: dict[str, Any]) -> None:
-        """Parameters that are accepted and do less, or other, than they say."""
+        """Warn of accepted parameters that have less effect than documented, or another one."""
         if plugin.abilities.counts_blocks:
             self._warn_of_blocks(where, plugin, parameters)
         match plugin:
             case DataParallelHandler():
                 self.warn(
-                    f"{where}: has no effect, data-parallel ranks with a port each are endpoints of "
-                    "their own, and for those behind one address there is data-parallel-rank-producer"
+                    f"{where}: has no effect, because data-parallel ranks with a port each are "
+                    "separate endpoints; for ranks behind one address use "
+                    "data-parallel-rank-producer"
                 )
             case InflightLoadProducer(
                 add_estimated_output_tokens=adds,
@@ -606,20 +617,20 @@ class _Loader:
                 named = {"addEstimatedOutputTokens": adds, "maxEstimatedOutputTokens": most}
                 for name in (name for name, value in named.items() if value):
                     self.warn(
-                        f"{where}: {name} has no effect, load in flight is requests and uncached "
-                        "prompt tokens"
+                        f"{where}: {name} has no effect, because load in flight counts requests "
+                        "and uncached prompt tokens"
                     )
                 if not shared:
                     self.warn(
-                        f"{where}: syncCrossReplicaState has no effect, replicas that share tell "
-                        "each other their load too"
+                        f"{where}: syncCrossReplicaState has no effect, because replicas that "
+                        "share also share their load"
                     )
             case CoreMetricsExtractor(engine_configs=engines):
                 for engine in engines:
                     if engine.tiered_offloading_specs:
                         self.warn(
-                            f"{where}: tieredOffloadingSpecs of engine {engine.name} are not read, "
-                            "no plugin uses them"
+                            f"{where}: tieredOffloadingSpecs of engine {engine.name} has no "
+                            "effect, because no plugin uses them"
                         )
 
     def _warn_of_blocks(self, where: str, index: Any, parameters: dict[str, Any]) -> None:
@@ -628,21 +639,23 @@ class _Loader:
         for name in ("blockSizeTokens", "blockSize"):
             tokens = parameters.get(name)
             if tokens and tokens < _BLOCK_TOKENS_MIN and tokens != index.block_tokens:
-                self.warn(f"{where}: {name} {tokens} is below {_BLOCK_TOKENS_MIN} and becomes it")
+                self.warn(
+                    f"{where}: {name} {tokens} is below the minimum; {_BLOCK_TOKENS_MIN} is used"
+                )
         limit_tokens = msgspec.structs.asdict(index).get("max_prefix_tokens_to_match", 0)
         if "maxPrefixBlocksToMatch" in parameters and limit_tokens:
             self.warn(
-                f"{where}: maxPrefixBlocksToMatch has no effect, maxPrefixTokensToMatch is "
+                f"{where}: maxPrefixBlocksToMatch has no effect, because maxPrefixTokensToMatch is "
                 f"{limit_tokens} and not 0"
             )
 
     def _refer(self, where: str, name: str, *roles: Role) -> ConfiguredPlugin | None:
-        """The plugin `name`, which has one of `roles`; None after a problem."""
+        """Return the plugin `name`, which must have one of `roles`, or None after a problem."""
         plugin = self.plugins.get(name)
         if plugin is None:
             if name not in self.broken:
                 hint = nearest(name, self.plugins)
-                self.problem(f"{where}: pluginRef {name} names no plugin{hint}")
+                self.problem(f"{where}: pluginRef {name} names no declared plugin{hint}")
             return None
         if plugin.role not in roles:
             expected = " or ".join(roles)
@@ -660,7 +673,7 @@ class _Loader:
         if len(items) > 1:
             self.problem(
                 f"schedulingProfiles has {len(items)} profiles, expected one: every request is "
-                "scheduled once, prefill and decode are not disaggregated here"
+                "scheduled once, because prefill and decode are not disaggregated"
             )
             return None
         if not items:
@@ -673,7 +686,7 @@ class _Loader:
         return self._profile(spec.name, where, entries, self._responders())
 
     def _responders(self) -> tuple[NamedResponder, ...]:
-        """To be declared is enough: no profile names them."""
+        """Return the plugins that take effect by being declared; profiles do not name them."""
         return tuple(
             NamedResponder(plugin.name, plugin.plugin)
             for plugin in self.plugins.values()
@@ -681,7 +694,7 @@ class _Loader:
         )
 
     def _read_shadow(self, value: Any) -> tuple[SchedulingProfile | None, float]:
-        """The profile, and the share of the decisions that it judges."""
+        """Return the shadow profile, and the share of the decisions that it judges."""
         spec = None if value is None else self.convert(value, _ShadowSpec, "shadow")
         if spec is None:
             return None, 1.0
@@ -691,7 +704,7 @@ class _Loader:
     def _entries(
         self, where: str, plugins: Sequence[_ProfilePlugin]
     ) -> list[tuple[ConfiguredPlugin, float]]:
-        """The plugins of a profile with their weights; without those that are a problem."""
+        """Return the plugins of a profile with their weights, without those that have a problem."""
         entries: list[tuple[ConfiguredPlugin, float]] = []
         seen: set[str] = set()
         for index, entry in enumerate(plugins):
@@ -710,7 +723,9 @@ class _Loader:
         return entries
 
     def _profile_of_all(self) -> SchedulingProfile | None:
-        """Without profiles: one, of every filter, scorer and picker, as declared."""
+        """Return a profile of every declared filter, scorer and picker, for a document without
+        profiles.
+        """
         in_profile = {Role.FILTER, Role.SCORER, Role.PICKER}
         entries = [
             (plugin, _WEIGHT)
@@ -758,7 +773,9 @@ class _Loader:
             return None
 
     def _filter_of(self, plugin: ConfiguredPlugin) -> NamedFilter | None:
-        """What `plugin` is, or brings along; None: no filter, or a problem."""
+        """Return the filter that `plugin` is or brings along; None if there is none, or after a
+        problem.
+        """
         if plugin.role is Role.FILTER:
             return NamedFilter(plugin.name, plugin.plugin)
         if plugin.role is not Role.SCORER or not plugin.plugin.abilities.brings_filter:
@@ -786,7 +803,9 @@ class _Loader:
     def _indexes(
         self, profiles: Sequence[SchedulingProfile]
     ) -> tuple[dict[str, AffinityIndexSettings], str]:
-        """Those declared, and those that the profiles need besides."""
+        """Return the declared indexes and those that the profiles need, and the name of the default
+        prefix index.
+        """
         indexes: dict[str, AffinityIndexSettings] = {}
         named: dict[str, str] = {}
         wanted: list[tuple[str, _NeededIndex]] = []
@@ -800,7 +819,7 @@ class _Loader:
         asked = {needed.name for _, needed in wanted}
         for plugin in self.plugins.values():
             if plugin.role is Role.INDEX:
-                # What asks for an index by its type means the first of that type.
+                # A plugin that names an index by its type means the first index of that type.
                 lookup = plugin.name
                 by_type = not _counts_blocks(plugin.plugin) and plugin.type_name not in named
                 if by_type and plugin.name not in asked:
@@ -817,11 +836,12 @@ class _Loader:
                 self._need_index(self._where(reader), default, indexes, named)
         if self.for_index and PREFIX_INDEX in {p.type_name for p in self.plugins.values()}:
             self.warn(
-                f"{', '.join(self.for_index)} of prefix-cache-scorer have no effect, "
+                f"{', '.join(self.for_index)} of prefix-cache-scorer have no effect, because "
                 f"{PREFIX_INDEX} is declared"
             )
         self._beside_told(indexes, named)
-        # Told in tokens and not in bytes: what others know is read in its blocks.
+        # The matches of other indexes are converted to this index's blocks, because it counts
+        # tokens, not bytes.
         prefix = next((name for name, index in indexes.items() if is_told(index)), "")
         prefix = prefix or next((name for name, index in indexes.items() if is_prefix(index)), "")
         return indexes, prefix
@@ -829,7 +849,9 @@ class _Loader:
     def _beside_told(
         self, indexes: dict[str, AffinityIndexSettings], named: dict[str, str]
     ) -> None:
-        """Where engines tell what they hold, decisions answer for those that do not."""
+        """Add an index of decisions for endpoints without KV-cache events, if an index receives
+        such events.
+        """
         told = next((name for name, index in indexes.items() if is_told(index)), None)
         if told is None or self.problems:
             return
@@ -839,12 +861,12 @@ class _Loader:
         producers = [p.plugin for p in self.plugins.values() if isinstance(p.plugin, TokenProducer)]
         if all(producer.backend is Backend.ESTIMATE for producer in producers):
             self.warn(
-                f"{self._where(told)}: only prompts that come as token ids are looked up, there is "
-                "no token-producer with `vllm` or `local` that makes ids of the others"
+                f"{self._where(told)}: only prompts that arrive as token ids are looked up, "
+                "because there is no token-producer with `vllm` or `local` for the others"
             )
 
     def _needed(self, where: str, reader: Plugin) -> _NeededIndex | None:
-        """The index that `reader` asks for; None if it asks for none, or after a problem."""
+        """Return the index that `reader` needs; None if it needs none, or after a problem."""
         if not reader.abilities.reads_index:
             return None
         index: Any = reader
@@ -867,7 +889,9 @@ class _Loader:
         return None
 
     def _has_blocks(self, where: str, index: AffinityIndexSettings) -> bool:
-        """Whether the blocks of `index`, if it counts any, have a size; False after a problem."""
+        """Return whether the block size of `index` is valid, if it counts blocks; False after a
+        problem.
+        """
         if not _counts_blocks(index):
             return True
         counting: Any = index
@@ -878,7 +902,7 @@ class _Loader:
             return False
         if type(tokens) is int and tokens >= 1:
             return True
-        self.problem(f"{where}: block_tokens is {tokens!r}, expected an int from 1 on")
+        self.problem(f"{where}: block_tokens is {tokens!r}; it must be an int of at least 1")
         return False
 
     def _need_index(
@@ -898,11 +922,11 @@ class _Loader:
                 self.problem(f"{where}: producer {wanted} is not supported: {why}")
             else:
                 hint = nearest(wanted, indexes)
-                self.problem(f"{where}: producer {wanted} names no plugin{hint}")
+                self.problem(f"{where}: producer {wanted} names no declared plugin{hint}")
             return
         kind = self.tables.indexes.get(type_name)
         if kind is None:
-            self.problem(f"{where}: there is no index of type {type_name} to make for it")
+            self.problem(f"{where}: it needs an index of type {type_name}, which does not exist")
             return
         parameters = needed.parameters
         if type_name == PREFIX_INDEX:
@@ -921,7 +945,7 @@ class _Loader:
         parameters: Mapping[str, Any],
         indexes: dict[str, AffinityIndexSettings],
     ) -> None:
-        """Give an index that there is what a reader says of it; who spelt it out first is right."""
+        """Apply a reader's parameters to an existing index; parameters that are already set stay."""
         index: Any = indexes[lookup]
         told = self.convert(dict(parameters), type(index), f"{where}: parameters of {lookup}")
         if told is None or not parameters:
@@ -936,7 +960,8 @@ class _Loader:
                 index = msgspec.structs.replace(index, **{name: wanted[name]})
             elif msgspec.structs.asdict(index)[name] != wanted[name]:
                 self.warn(
-                    f"{where}: what it says of {parameter} has no effect, {lookup} is told otherwise"
+                    f"{where}: its {parameter} has no effect, because {lookup} already has "
+                    "another value"
                 )
         settled |= parameters.keys()
         indexes[lookup] = index
@@ -953,7 +978,9 @@ class _Loader:
         indexes: Mapping[str, AffinityIndexSettings],
         prefix: str,
     ) -> None:
-        """Raise `ConfigError` with the plugins that fail where there is no request to lose."""
+        """Raise `ConfigError` with the plugins that fail on test endpoints, before any request is
+        at stake.
+        """
         settings = SchedulerSettings(
             profile=profile,
             indexes=indexes,
@@ -961,7 +988,9 @@ class _Loader:
             block_tokens=block_tokens_of(indexes, prefix),
         )
         for failing in failing_plugins(settings):
-            self.problem(f"{self._where(failing.name)}: {failing.what}, tried on made-up endpoints")
+            self.problem(
+                f"{self._where(failing.name)}: {failing.what}, in a trial on test endpoints"
+            )
         if self.problems:
             raise ConfigError(self.problems)
 
@@ -1018,7 +1047,10 @@ class _Loader:
                 type_name = DEPRECATED.get(plugin.type_name, plugin.type_name)
                 if type_name in found:
                     first = found[type_name].name
-                    self.problem(f"{plugin.where}: there is one {type_name}, {first} is taken")
+                    self.problem(
+                        f"{plugin.where}: only one {type_name} is allowed, and {first} is "
+                        "declared before it"
+                    )
                 found.setdefault(type_name, plugin)
         for index, source in enumerate(layer.sources):
             where = f"dataLayer.sources[{index}]"
@@ -1026,13 +1058,15 @@ class _Loader:
             for number, extractor in enumerate(source.extractors):
                 self._check_extractor(f"{where}.extractors[{number}]", referred, extractor)
         if not layer.inject_defaults and not layer.sources:
-            self.warn("dataLayer.injectDefaults has no effect, metrics are always collected")
+            self.warn(
+                "dataLayer.injectDefaults has no effect, because metrics are always collected"
+            )
         for source_type, extractor_type in _EXTRACTORS.items():
             one, other = found.get(source_type), found.get(extractor_type)
             if source_type != "metrics-data-source" and (one is None) is not (other is None):
                 there, missing = (one, extractor_type) if one else (other, source_type)
                 assert there is not None
-                self.warn(f"{there.where}: has no effect, there is no {missing}")
+                self.warn(f"{there.where}: has no effect, because there is no {missing}")
                 found.pop(source_type, None)
         members = {
             "source": "metrics-data-source",
@@ -1060,7 +1094,7 @@ class _Loader:
             )
 
     def _check_load_producers(self) -> None:
-        """Whoever names a producer of load in flight means one that there is."""
+        """Check that every named producer of load in flight exists."""
         for plugin in self.plugins.values():
             if not plugin.plugin.abilities.names_load_producer:
                 continue
@@ -1070,17 +1104,18 @@ class _Loader:
             producer = self.plugins.get(str(name))
             if producer is None or not isinstance(producer.plugin, InflightLoadProducer):
                 self.problem(
-                    f"{plugin.where}: inFlightLoadProducerName {name} names no {_LOAD_PRODUCER}"
+                    f"{plugin.where}: inFlightLoadProducerName {name} names no declared "
+                    f"{_LOAD_PRODUCER}"
                 )
 
     def _check_attributes(self, metrics: MetricsSettings) -> None:
-        """Say who goes by an attribute that nobody tells: it would be unknown for ever."""
+        """Warn of plugins that read an attribute without a producer, because it stays unknown."""
         for plugin in self.plugins.values():
             if plugin.plugin.abilities.reads_attribute:
                 key: object = plugin.plugin.attribute_key
                 if key not in metrics.attributes:
                     self.warn(
-                        f"{plugin.where}: nobody tells {key}, expected a customMetrics of "
+                        f"{plugin.where}: no producer provides {key}; expected a customMetrics of "
                         f"core-metrics-extractor, or {GPU_UTILIZATION} of {DCGM_EXTRACTOR}"
                     )
 
@@ -1090,20 +1125,22 @@ class _Loader:
                 name = plugin.plugin.prefix_match_info_producer_name
                 if name and name not in indexes and name != PREFIX_INDEX:
                     self.problem(
-                        f"{plugin.where}: prefixMatchInfoProducerName {name} names no plugin"
-                        f"{nearest(name, indexes)}"
+                        f"{plugin.where}: prefixMatchInfoProducerName {name} names no declared "
+                        f"plugin{nearest(name, indexes)}"
                     )
                 elif name in indexes and name != prefix:
                     self.warn(
-                        f"{plugin.where}: prefixMatchInfoProducerName {name} has no effect, what is "
-                        f"uncached is known by {prefix or 'nobody'}"
+                        f"{plugin.where}: prefixMatchInfoProducerName {name} has no effect, "
+                        f"because uncached tokens are estimated by {prefix or 'no index'}"
                     )
 
     def _only(self, kind: type[P]) -> P:
-        """Of `kind` the first that is declared counts, because there is one; none: its defaults."""
+        """Return the first declared plugin of `kind`, or one with defaults; warn of further ones."""
         declared = [p for p in self.plugins.values() if isinstance(p.plugin, kind)]
         for more in declared[1:]:
-            self.warn(f"{more.where}: has no effect, {declared[0].name} is declared before it")
+            self.warn(
+                f"{more.where}: has no effect, because {declared[0].name} is declared before it"
+            )
         return declared[0].plugin if declared else kind()
 
     def _warn_of_unused(
@@ -1122,15 +1159,15 @@ class _Loader:
     def _warn_of_unread_tokens(self) -> None:
         producers = (p for p in self.plugins.values() if isinstance(p.plugin, TokenProducer))
         self.warn(
-            f"{next(producers).where}: is asked for nothing and no request waits for it, nothing that "
-            f"decides reads token ids: add {PRECISE_INDEX}, which does, or remove it"
+            f"{next(producers).where}: has no effect, because no plugin that takes part in "
+            f"decisions reads token ids: add {PRECISE_INDEX}, which does, or remove it"
         )
 
 
 def _reads_tokens(
     indexes: Mapping[str, AffinityIndexSettings], profiles: Sequence[SchedulingProfile]
 ) -> bool:
-    """Whether an index, or a plugin of a profile, may read the ids of the tokens of prompts."""
+    """Return whether an index or a plugin of a profile may read the token ids of prompts."""
     if any(index.abilities.reads_token_ids for index in indexes.values()):
         return True
     return any(
@@ -1141,7 +1178,9 @@ def _reads_tokens(
 
 
 def _prefix_reader(profile: SchedulingProfile) -> str | None:
-    """The first plugin of `profile` that may read the default prefix index; None if none does."""
+    """Return the name of the first plugin of `profile` that may read the default prefix index, or
+    None.
+    """
     readers = (
         *((member.name, member.plugin.abilities) for member in profile.members),
         (profile.picker_name, profile.picker.abilities),
@@ -1150,22 +1189,24 @@ def _prefix_reader(profile: SchedulingProfile) -> str | None:
 
 
 def _shown(given: object) -> str:
-    """A value of a document, for people."""
+    """Return the text of a document's value for a message."""
     return "missing" if given is None else repr(given)
 
 
 def _counts_blocks(index: AffinityIndexSettings) -> bool:
-    """Whether the unit of an index is a block of tokens."""
+    """Return whether the unit of an index is a block of tokens."""
     return index.abilities.counts_blocks
 
 
 def is_prefix(index: AffinityIndexSettings) -> bool:
-    """Whether an index can be the one behind `matched_blocks`: blocks that endpoints hold."""
+    """Return whether an index can fill `matched_blocks`: it counts blocks that endpoints have
+    cached.
+    """
     return index.abilities.origin is not None
 
 
 def is_told(index: AffinityIndexSettings) -> bool:
-    """Whether engines tell it what they hold."""
+    """Return whether an index receives KV-cache events from engines."""
     return index.abilities.hears_engines
 
 
@@ -1174,9 +1215,10 @@ def _is_decided(index: AffinityIndexSettings) -> bool:
 
 
 def joined_names(indexes: Mapping[str, AffinityIndexSettings], prefix: str) -> tuple[str, ...]:
-    """The index `prefix`, and the first of each other origin whose blocks are as long.
+    """Return the index `prefix`, and the first one of each other origin with the same block length.
 
-    Blocks of one that engines tell are counted in tokens anyway, and those of others are converted.
+    If `prefix` receives KV-cache events, other block lengths are accepted too, because it counts
+    tokens and the others are converted.
     """
     named: dict[Origin | None, str] = {}
     tokens = block_tokens_of(indexes, prefix)
@@ -1191,13 +1233,15 @@ def joined_names(indexes: Mapping[str, AffinityIndexSettings], prefix: str) -> t
 
 
 def block_tokens_of(indexes: Mapping[str, AffinityIndexSettings], prefix: str) -> int:
-    """Tokens in a block of the default prefix index, or of what would be one."""
+    """Return the tokens in a block of the default prefix index, or the default if there is none."""
     index: Any = indexes.get(prefix)
     return index.block_tokens if index else _BLOCK_TOKENS_MIN
 
 
 def _raised(where: str, what: str, error: BaseException, *expected: str) -> str:
-    """The problem that a plugin raised `error`, which is raised again if it is an `Interrupted`."""
+    """Return the problem that a plugin raised `error`. Raises `error` again if it is an
+    `Interrupted`.
+    """
     if isinstance(error, Interrupted):
         raise error
     return ", ".join((f"{where}: {what} raised {type(error).__name__}{place_of(error)}", *expected))

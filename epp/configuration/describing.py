@@ -1,4 +1,4 @@
-"""A configuration as plain values: what two of them differ in, and a hash of what decides."""
+"""A configuration as plain values, for comparison of two configurations and for a hash."""
 
 import hashlib
 from typing import Any, Final
@@ -12,11 +12,13 @@ from epp.core.duration import Duration
 from epp.core.knowledge.ejection import OutlierEjection
 
 _SHADOW: Final = "shadow "
-"""What lines about the shadow profile begin with."""
+"""Beginning of lines about the shadow profile."""
 
 
 def describe(config: PickerConfig) -> dict[str, dict[str, Any]]:
-    """The canonical form: what decides, as plain values; equal if and only if the effect is."""
+    """Return the canonical form: the effective settings as plain values, equal if and only if the
+    effect is.
+    """
     lines = _describe_profile(config.profile, "")
     if config.shadow is not None:
         lines |= _describe_profile(config.shadow, _SHADOW)
@@ -74,13 +76,13 @@ def _plain(plugin: Any) -> dict[str, Any]:
 
 
 def plain_parameters(plugin: Any) -> dict[str, Any]:
-    """Every parameter of a plugin under its name in the document, as plain values."""
+    """Return every parameter of a plugin under its name in the document, as plain values."""
     parameters: dict[str, Any] = msgspec.to_builtins(plugin, enc_hook=_encode)
     return {name: _whole(value) for name, value in parameters.items()}
 
 
 def _whole(value: Any) -> Any:
-    """A float without fraction as an integer: 5 and 5.0 are one weight."""
+    """Return a float without a fraction as an integer, so that 5 and 5.0 are equal."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -91,15 +93,16 @@ def _encode(value: Any) -> Any:
 
 
 def config_hash(config: PickerConfig) -> str:
-    """12 hexadecimal digits; the same for configurations that decide alike."""
+    """Return 12 hexadecimal digits, which are equal for configurations with the same effect."""
     encoded = msgspec.json.encode(describe(config), order="deterministic")
     return hashlib.sha256(encoded).hexdigest()[:12]
 
 
 def diff_configs(old: PickerConfig, new: PickerConfig) -> list[str]:
-    """What changes from `old` to `new`, one line a parameter; empty if nothing that decides or judges.
+    """Return the changes from `old` to `new`, one line per parameter; empty if no effective setting
+    changes.
 
-    What acts comes before its shadow.
+    Lines about the acting profile come before those about its shadow.
     """
     before, after = describe(old), describe(new)
     lines: list[str] = []

@@ -1,6 +1,6 @@
-"""Text of a configuration -> plain values, and what is wrong with it in one sentence.
+"""Parsing of configuration text into plain values, with one sentence for each fault.
 
-YAML as Kubernetes users write it (JSON is a part of it): a key that stands twice, aliases and deep
+The format is YAML as Kubernetes users write it (JSON is a subset). Duplicate keys, aliases and deep
 nesting are refused, because each of them is a mistake or an attack.
 """
 
@@ -15,16 +15,16 @@ from epp.core.duration import Duration, parse_duration
 from epp.core.expectation import place_and_sentence
 
 CONFIG_MAX_BYTES: Final = 1_048_576
-"""What a ConfigMap can hold."""
+"""Maximum size of a document in bytes, which is the limit of a ConfigMap."""
 _DEPTH_MAX: Final = 32
 _LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""In C where PyYAML was built with it."""
+"""YAML loader: the one in C if PyYAML was built with it."""
 
 
 def as_one_line(sentence: str) -> str:
-    """`sentence`, of which what cannot be printed is spelt as in a Python literal.
+    """Return `sentence` with unprintable characters escaped as in a Python literal.
 
-    Names in a document may hold line breaks and what steers a terminal.
+    Names in a document may contain line breaks and terminal control sequences.
     """
     if sentence.isprintable():
         return sentence
@@ -35,7 +35,9 @@ def as_one_line(sentence: str) -> str:
 
 
 class ConfigError(Exception):
-    """A configuration that cannot be used. Each problem is one sentence: where, what, expected."""
+    """A configuration that cannot be used. Each problem is one sentence: where, what happened, what
+    was expected.
+    """
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = tuple(map(as_one_line, problems))
@@ -43,7 +45,9 @@ class ConfigError(Exception):
 
 
 class _UniqueKeys(_LOADER):  # type: ignore[misc]
-    """Refuses a mapping that has a key twice, of which YAML would silently keep the last."""
+    """A YAML loader that refuses duplicate keys in a mapping; YAML would silently keep the last
+    value.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -51,7 +55,7 @@ class _UniqueKeys(_LOADER):  # type: ignore[misc]
             if isinstance(key, yaml.ScalarNode):
                 if (key.tag, key.value) in seen:
                     raise yaml.constructor.ConstructorError(
-                        problem=f"key `{key.value}` stands twice in one mapping",
+                        problem=f"key `{key.value}` appears twice in one mapping",
                         problem_mark=key.start_mark,
                     )
                 seen.add((key.tag, key.value))
@@ -83,16 +87,16 @@ def read_mapping(text: bytes | str, source: str) -> dict[str, Any]:
 
 
 def load_yaml(text: bytes | str) -> Any:
-    """The one document in `text` as plain values.
+    """Return the one document in `text` as plain values.
 
-    Raises `yaml.YAMLError` or `ValueError`, also for what is valid YAML and refused here.
+    Raises `yaml.YAMLError` or `ValueError`, also for valid YAML that is refused here.
     """
     _check_shape(text)
     return yaml.load(text, Loader=_UniqueKeys)  # noqa: S506 - it is a safe loader
 
 
 def _check_shape(text: bytes | str) -> None:
-    """Refuse what costs more to build than to read: aliases, and very deep nesting.
+    """Refuse text that costs more to build than to read: aliases and very deep nesting.
 
     Building a nest of 100,000 levels overflows the stack of libyaml, which ends the process.
     """
@@ -100,7 +104,7 @@ def _check_shape(text: bytes | str) -> None:
     for event in yaml.parse(text, Loader=_LOADER):
         if isinstance(event, yaml.AliasEvent):
             raise _refused(
-                f"alias *{event.anchor} is not supported, expected the value itself", event
+                f"alias *{event.anchor} is not supported; expected the value itself", event
             )
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
@@ -116,7 +120,9 @@ def _refused(problem: str, event: yaml.Event) -> yaml.MarkedYAMLError:
 
 
 def decode(kind: type[Any], value: Any) -> Any:
-    """What msgspec does not know: durations and metric specs, both written as text."""
+    """Return the value of a type that msgspec does not know: a duration or a metric spec, both
+    given as text.
+    """
     if not isinstance(value, str):
         raise ValueError(f"expected a text, got {value!r}")  # noqa: TRY004 - msgspec adds the path
     if kind is Duration:
@@ -127,7 +133,7 @@ def decode(kind: type[Any], value: Any) -> Any:
 
 
 def sentence_of(where: str, error: Exception, kind: Any) -> str:
-    """`where`, the path within it, and what is wrong there with a `kind`."""
+    """Return `where`, the path within it, and what is wrong there with a `kind`."""
     place, what = place_and_sentence(str(error), kind)
     colon = "" if what.startswith(("needs field", "has unknown field")) else ":"
     return f"{where}{place}{colon} {what}"

@@ -1,4 +1,4 @@
-"""What a configuration does, defaults filled in, in words for a person."""
+"""Descriptions for people of what a configuration does, with defaults filled in."""
 
 import inspect
 from collections.abc import Mapping
@@ -22,9 +22,9 @@ _WORDS: Final[Mapping[str, str]] = {
     "attribute": "an attribute of endpoints",
     "cache_hit_tokens": "tokens found in caches",
     "cache_queried_tokens": "tokens looked up in caches",
-    "inflight_context_tokens": "prompt tokens in flight from here",
-    "inflight_prefill_tokens": "prompt tokens in flight from here",
-    "inflight_requests": "requests in flight from here",
+    "inflight_context_tokens": "prompt tokens in flight from this picker",
+    "inflight_prefill_tokens": "prompt tokens in flight from this picker",
+    "inflight_requests": "requests in flight from this picker",
     "kv_cache_usage": "KV-cache usage",
     "kv_capacity_tokens": "KV-cache size",
     "metrics_age_s": "age of metrics",
@@ -33,25 +33,27 @@ _WORDS: Final[Mapping[str, str]] = {
     "prompt_tokens": "length of the prompt",
     "prompts": "prompt",
     "rendezvous": "names of endpoints",
-    "replicas_unheard": "replicas that are not heard",
+    "replicas_unheard": "replicas that do not share",
     "saturated": "refusals by engines",
     "session_id": "session",
     "session_tokens": "session token",
-    "sessions_return": "whether sessions return",
+    "sessions_return": "return of sessions",
     "answer_tokens": "length of answers",
-    "unreported_requests": "requests that engines have not told yet",
+    "unreported_requests": "requests that engines have not reported yet",
 }
-"""How what `reads` may name is called; what is not here is called by its name."""
+"""Description of names in `reads`; other names are shown as they are."""
 
 RESPONSES: Final = (
     "token usage and time to first token are read only with both `epp serve --parse-response-usage`",
     "and a gateway whose response_body_mode is STREAMED or FULL_DUPLEX_STREAMED",
 )
-"""What no configuration decides and two settings do together."""
+"""Lines about what no configuration determines, but two settings together."""
 
 
 def what_it_reads(kind: type[Any]) -> str:
-    """In words, as the class of a plugin declares it; "" if it reads nothing, or does not declare it."""
+    """Return what a plugin reads, as its class declares it; "" if it reads nothing or declares
+    nothing.
+    """
     if kind.abilities.reads is None:
         return ""
     found: list[str] = []
@@ -63,7 +65,7 @@ def what_it_reads(kind: type[Any]) -> str:
 
 
 def explain(config: PickerConfig) -> str:
-    """What `config` does, defaults filled in, for reading on a terminal."""
+    """Return a description of what `config` does, for reading on a terminal."""
     settings = build_settings(config)
     profile = settings.profile
     lines = [f"configuration  {config.source}", f"hash           {config_hash(config)}", ""]
@@ -88,7 +90,7 @@ def explain(config: PickerConfig) -> str:
         default = "default prefix index" if name == config.prefix else ""
         lines += _member("index", name, index, default)
     if not config.indexes:
-        lines.append("  none: nothing is remembered of where prompts went")
+        lines.append("  none: the picker does not track where prompts went")
     lines += ["", *_speeds(settings)]
     lines += ["", *_ejection(settings.ejection)]
     lines += ["", "saturation: a request of negative priority is refused from 1.0 on"]
@@ -103,7 +105,7 @@ def explain(config: PickerConfig) -> str:
 
 
 def _shadow(profile: SchedulingProfile, share: float) -> list[str]:
-    judged = "every decision" if share == 1.0 else f"{share:.4g} of the decisions, drawn by dice"
+    judged = "every decision" if share == 1.0 else f"{share:.4g} of the decisions, drawn at random"
     lines = [f"shadow profile {profile.name}: judges {judged}, acts on none"]
     lines += [f"  filter    {named.name}" for named in profile.filters]
     lines += [f"  scorer    {one.name}: weight {one.weight:g}" for one in profile.scorers]
@@ -111,13 +113,13 @@ def _shadow(profile: SchedulingProfile, share: float) -> list[str]:
 
 
 def _speeds(settings: SchedulerSettings) -> list[str]:
-    """How fast each endpoint is taken to prefill, the first line that fits it."""
+    """Return the prefill speed of each endpoint; the first line that matches it applies."""
     labelled = [
         f"  {speed.peak_prefill_throughput:,.0f} tokens/s with labels "
         + ", ".join(f"{name}={value}" for name, value in speed.match_labels.items())
         for speed in settings.labelled_speeds
     ]
-    rest = "of the others" if labelled else "of every endpoint"
+    rest = "for all others" if labelled else "for every endpoint"
     return [
         "prefill speed, at which prompt tokens in flight drain",
         *labelled,
@@ -126,16 +128,19 @@ def _speeds(settings: SchedulerSettings) -> list[str]:
 
 
 def _ejection(ejection: OutlierEjection) -> list[str]:
-    """Who gets nothing for a while; the parameters that are not as they would be anyhow."""
+    """Return the state of outlier ejection, with the parameters that differ from their defaults."""
     if not ejection.enabled:
-        return ["ejection: nobody is set aside for being slow or failing"]
+        return ["ejection: off, slow and failing endpoints stay in service"]
     defaults = plain_parameters(OutlierEjection())
     given = [
         f"  {name} = {value}"
         for name, value in plain_parameters(ejection).items()
         if value != defaults[name]
     ]
-    return ["ejection: who is slow or fails gets nothing for a while, whatever the profile", *given]
+    return [
+        "ejection: slow or failing endpoints receive no requests for a while, in every profile",
+        *given,
+    ]
 
 
 def _member(kind: str, name: str, plugin: Any, note: str = "") -> list[str]:
@@ -152,7 +157,7 @@ def _member(kind: str, name: str, plugin: Any, note: str = "") -> list[str]:
 
 
 def _parameters(plugin: Any) -> list[str]:
-    """A line for each parameter that has a value."""
+    """Return a line for each parameter that has a value."""
     return [
         f"  {name} = {value if isinstance(value, str) else msgspec.json.encode(value).decode()}"
         for name, value in plain_parameters(plugin).items()
@@ -161,7 +166,7 @@ def _parameters(plugin: Any) -> list[str]:
 
 
 def _first_sentence(plugin: Any) -> str:
-    """Of the docstring."""
+    """Return the first sentence of the plugin's docstring."""
     document = inspect.cleandoc(type(plugin).__doc__ or "No description.")
     paragraph = " ".join(document.partition("\n\n")[0].split())
     return paragraph.partition(". ")[0].rstrip(".") + "."

@@ -1,4 +1,4 @@
-"""The configuration in force: read once at start, replaced as a whole by each text that is good."""
+"""The configuration in force: loaded at start, and replaced as a whole by each valid document."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,19 +25,21 @@ from epp.flags.serve import ServeFlags
 
 
 class Offer(Struct, frozen=True, kw_only=True):
-    """A document that may come into force, and what it would change."""
+    """A document that may come into force, and its changes."""
 
     config: PickerConfig
     settings: SchedulerSettings
     warnings: tuple[str, ...]
     text: str = ""
-    """The document as it was read."""
+    """Text of the document as it was read."""
     changes: tuple[str, ...] = ()
-    """Against the document in force, one sentence each."""
+    """Changes relative to the document in force, one sentence each."""
 
 
 class LiveConfiguration:
-    """What the flags and the last good document say. Reading a document changes nothing."""
+    """The configuration by the flags and the last good document. Reading a document does not change
+    it.
+    """
 
     def __init__(
         self,
@@ -47,16 +49,17 @@ class LiveConfiguration:
         session_keys: Sequence[bytes] = (),
         memory: MemoryPlan | None = None,
     ) -> None:
-        """`content` of `--config-file`, None without one. Raises `ConfigError`.
+        """Load the configuration. `content` is that of `--config-file`, None without one. Raises
+        `ConfigError`.
 
-        `memory`: what indexes may take; None: what the document says.
+        `memory` limits the memory of indexes; None leaves it to the document.
         """
         self._flags = flags
         self._memory = memory
         self.sign_with(session_keys)
         self._plugins = plugins
         self.generation = 1
-        """Counts the documents that came into force, from 1."""
+        """Number of the document in force, from 1."""
         if content is not None:
             text: bytes | str = content
             source = flags.config_file
@@ -69,26 +72,28 @@ class LiveConfiguration:
 
     @property
     def hash(self) -> str:
-        """Tells documents apart by what they mean, not by how they are written."""
+        """Return a hash of the document's meaning, which does not depend on its layout."""
         return config_hash(self.config)
 
     @property
     def parsers(self) -> ParserSet:
-        """The parsers that the document names."""
+        """Return the parsers that the document names."""
         return parser_set(self.config)
 
     def sign_with(self, session_keys: Sequence[bytes]) -> None:
-        """From the next offer on session tokens are made with these keys."""
+        """Make session tokens with these keys, from the next offer on."""
         self._session_tokens = SessionTokens(
             session_keys, accept_unsigned=self._flags.accept_unsigned_session_tokens
         )
 
     def current(self, endpoints: int) -> Offer:
-        """What decides in a pool of so many `endpoints`, by the document in force."""
+        """Return the settings for a pool of `endpoints` endpoints, by the document in force."""
         return self._offer(self.config, self._text, endpoints)
 
     def told(self, endpoints: int) -> Configured:
-        """What is in force in a pool of so many `endpoints`, for who will decide by it again."""
+        """Return the configuration in force for a pool of `endpoints` endpoints, for later
+        re-enactment.
+        """
         config, flags = self.config, self._flags
         return Configured(
             generation=self.generation,
@@ -103,12 +108,14 @@ class LiveConfiguration:
         )
 
     def read(self, content: bytes, source: str, endpoints: int) -> Offer:
-        """What would decide if `content` of `source` came into force. Raises `ConfigError`."""
+        """Return the settings that would apply if `content` of `source` came into force. Raises
+        `ConfigError`.
+        """
         config = load_config(content, source, self._plugins)
         return self._offer(config, content.decode("utf-8", "replace"), endpoints)
 
     def accept(self, offer: Offer) -> None:
-        """The document of `offer` is in force from now on; one that was so already counts no more."""
+        """Put the document of `offer` into force; the generation stays if it already is in force."""
         self.generation += offer.config is not self.config
         self.config = offer.config
         self._text = offer.text
@@ -145,8 +152,8 @@ class LiveConfiguration:
         if self._flags.session_token_key_file:
             return []
         return [
-            f"{config.source}: session tokens of {scorer.name} are signed with a key of this process "
-            "alone, they end with it and other replicas do not know them: give "
+            f"{config.source}: session tokens of {scorer.name} are signed with a key of this "
+            "process, so other replicas and the next process do not accept them: set "
             "--session-token-key-file"
             for scorer in config.profile.scorers
             if scorer.plugin.abilities.reads_session_tokens and _reads_tokens(scorer.plugin)
@@ -158,5 +165,5 @@ def _reads_tokens(plugin: Any) -> bool:
 
 
 def parser_set(config: PickerConfig) -> ParserSet:
-    """The parsers that `config` names."""
+    """Return the parsers that `config` names."""
     return frozenset(ParserName(name) for name in config.parsers)

@@ -1,8 +1,8 @@
-"""What of the memory limit goes where.
+"""The division of the memory limit.
 
-One limit, three that share it: bodies that are not answered yet, the prefix indexes, and a process
-that is there before the first request. What is left is for what comes and goes with a request: a
-body that is read takes two to three times its length.
+Three parts share one limit: bodies of unanswered requests, the prefix indexes, and the process
+itself. The rest is for temporary memory of requests: a body takes two to three times its length
+while it is read.
 """
 
 from collections.abc import Mapping
@@ -14,22 +14,26 @@ from msgspec import Struct
 from epp.core.knowledge.index import AffinityIndexSettings
 
 PROCESS_BYTES: Final = 128 * 2**20
-"""Interpreter and libraries 110 MB, the decisions that the debug pages keep 18 MB."""
+"""Memory of the process in bytes: 110 MB for interpreter and libraries, 18 MB for decisions on
+debug pages.
+"""
 INDEX_BYTES_MIN: Final = 8 * 2**20
-"""Prefixes of some thousand prompts. With less there is no prefix to route by."""
+"""Minimum memory of the indexes in bytes: prefixes of some thousand prompts. Less is useless for
+routing.
+"""
 _INDEX_SHARE: Final = 2
 
 
 class MemoryPlan(Struct, frozen=True, kw_only=True):
     limit_bytes: int
     bodies_bytes: int
-    """All streams together may hold so much of unfinished bodies."""
+    """Maximum size of the unfinished bodies of all streams together."""
     indexes_bytes: int
-    """All prefix indexes together may take so much, if the configuration allows it."""
+    """Maximum memory of all prefix indexes together, if the configuration allows as much."""
 
 
 def memory_plan(limit_bytes: int, bodies_bytes: int) -> MemoryPlan:
-    """Half of what process and bodies leave is for the indexes."""
+    """Return the plan in which the indexes get half of what the process and the bodies leave."""
     left_bytes = limit_bytes - PROCESS_BYTES - bodies_bytes
     return MemoryPlan(
         limit_bytes=limit_bytes,
@@ -41,7 +45,7 @@ def memory_plan(limit_bytes: int, bodies_bytes: int) -> MemoryPlan:
 def fitted(
     indexes: Mapping[str, AffinityIndexSettings], plan: MemoryPlan
 ) -> dict[str, AffinityIndexSettings]:
-    """`indexes`, each that limits its memory with at most its even part of the plan."""
+    """Return `indexes`, with the memory of each limited to an even share of the plan."""
     count = sum(settings.abilities.limits_memory for settings in indexes.values())
     return {
         name: _fitted(settings, plan.indexes_bytes // count if count else 0)

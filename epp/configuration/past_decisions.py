@@ -1,4 +1,6 @@
-"""A folder that `epp serve --capture` wrote, decided again: as it was, or by another configuration."""
+"""Re-enactment of a folder written by `epp serve --capture`, with the same or another
+configuration.
+"""
 
 import gzip
 import re
@@ -36,15 +38,15 @@ from epp.core.expectation import misfit
 _NAME: Final = re.compile(r"(requests|events)-(\w+-[0-9a-f]+)-(\d+)\.jsonl\.gz", re.ASCII)
 _LINE_BYTES_MAX: Final = 16 * 1024 * 1024
 _BROKEN: Final = (EOFError, zlib.error, gzip.BadGzipFile)
-"""The end of a file whose writer was killed."""
+"""Errors at the end of a file whose writer was killed."""
 
 
 class CaptureError(ValueError):
-    """A capture cannot be read: one sentence."""
+    """A capture that cannot be read. The message is one sentence."""
 
 
 def past_files(folder: Path, kind: str) -> Mapping[str, list[Path]]:
-    """Origin -> its files of this `kind`, "requests" or "events", in order. Raises `OSError`."""
+    """Return the files of `kind`, "requests" or "events", by origin and in order. Raises `OSError`."""
     found: dict[str, list[tuple[int, Path]]] = {}
     for path in folder.iterdir():
         name = _NAME.fullmatch(path.name)
@@ -54,13 +56,17 @@ def past_files(folder: Path, kind: str) -> Mapping[str, list[Path]]:
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """The whole lines of a file, whose end may be missing. Raises `CaptureError`, `OSError`."""
+    """Yield the complete lines of a file, whose end may be missing. Raises `CaptureError`,
+    `OSError`.
+    """
     with gzip.open(path) as file:
         try:
             while line := file.readline(_LINE_BYTES_MAX):
                 if not line.endswith(b"\n"):
                     if len(line) == _LINE_BYTES_MAX:
-                        raise CaptureError(f"{path}: expected lines below {_LINE_BYTES_MAX} bytes")
+                        raise CaptureError(
+                            f"{path}: expected lines of less than {_LINE_BYTES_MAX} bytes"
+                        )
                     return
                 yield line
         except _BROKEN:
@@ -70,10 +76,11 @@ def lines_of(path: Path) -> Iterator[bytes]:
 def decide_again(
     folder: Path, plugins: PluginTables, config: PickerConfig | None = None
 ) -> dict[str, Reenacted]:
-    """Origin -> what came of its decisions, each judged by what was known when it was made.
+    """Return the re-enactment of each origin's decisions, with the knowledge at the time of each
+    decision.
 
-    By `config` in the place of what was in force, if it is given. Raises `CaptureError`,
-    `ConfigError` for a document that is no configuration here, and `OSError`.
+    If `config` is given, it replaces the configurations that were in force. Raises `CaptureError`,
+    `OSError`, and `ConfigError` for a captured document that is not a valid configuration.
     """
     if config is None:
         settings_of = _in_force(folder, plugins)
@@ -89,14 +96,16 @@ def decide_again(
 
 
 class Judged(Struct, kw_only=True):
-    """Decisions of a capture, held against another configuration: in decisions, of all origins."""
+    """The comparison of captured decisions with another configuration, for all origins together."""
 
     decisions: int = 0
     unmade: dict[Difference, int] = field(default_factory=dict)
-    """Those that the configuration which made them does not make again, because not all that it knew
-    is captured. Why they differ; what another one would have decided is not known either."""
+    """Number of decisions that even the original configuration does not repeat, by kind of
+    difference. Not all of its knowledge is captured, so the decision of another configuration is
+    unknown too.
+    """
     changed: int = 0
-    """Of the others."""
+    """Number of the other decisions that differ."""
     caveats: list[str] = field(default_factory=list)
 
     @property
@@ -105,9 +114,9 @@ class Judged(Struct, kw_only=True):
 
 
 def judge(folder: Path, plugins: PluginTables, config: PickerConfig) -> Judged:
-    """What `config` would have decided in the place of what did, as far as that can be known.
+    """Return what `config` would have decided instead, as far as that can be known.
 
-    Raises as `decide_again`.
+    Raises the same errors as `decide_again`.
     """
     judged = Judged()
     for origin, story in _stories(folder).items():
@@ -125,7 +134,7 @@ def judge(folder: Path, plugins: PluginTables, config: PickerConfig) -> Judged:
 
 
 def _in_force(folder: Path, plugins: PluginTables) -> Callable[[Configured], SchedulerSettings]:
-    """What decided, by the document that the capture has of it."""
+    """Return the settings of each configuration in force, from its captured document."""
 
     def settings_of(configured: Configured) -> SchedulerSettings:
         source = f"{folder}: generation {configured.generation}"
@@ -135,11 +144,13 @@ def _in_force(folder: Path, plugins: PluginTables) -> Callable[[Configured], Sch
 
 
 def _stories(folder: Path) -> dict[str, Iterator[tuple[Event, CaptureLine | None]]]:
-    """Origin -> its events, a decision with what was asked. Raises `CaptureError`, `OSError`."""
+    """Return the events of each origin, a decision with its request. Raises `CaptureError`,
+    `OSError`.
+    """
     requests = past_files(folder, "requests")
     events = past_files(folder, "events")
     if not events:
-        raise CaptureError(f"{folder}: expected files of a capture, events-*.jsonl.gz")
+        raise CaptureError(f"{folder}: found no events-*.jsonl.gz; expected the files of a capture")
     return {origin: _story(files, requests.get(origin, [])) for origin, files in events.items()}
 
 
@@ -187,7 +198,7 @@ def _events(files: list[Path]) -> Iterator[Event]:
 
 
 class _Requests:
-    """The lines of one process' requests, by number. They stand no more than `BEHIND_MAX` late."""
+    """The request lines of one process by number; they are at most `BEHIND_MAX` late."""
 
     def __init__(self, files: list[Path]) -> None:
         self._lines = _request_lines(files)
@@ -196,7 +207,9 @@ class _Requests:
         self._ended = False
 
     def find(self, number: int) -> CaptureLine | None:
-        """None: it is missing. Each is found once, in the order in which they were asked."""
+        """Return the line, or None if it is missing. Each line is found once, in the order of the
+        requests.
+        """
         while number not in self._waiting and not self._ended:
             if self._latest > number + 2 * BEHIND_MAX:
                 break
@@ -222,7 +235,7 @@ def _request_lines(files: list[Path]) -> Iterator[CaptureLine]:
 
 
 def told(found: Mapping[str, Reenacted]) -> dict[str, Any]:
-    """All origins together, as plain values."""
+    """Return the totals of all origins, as plain values."""
     total: dict[str, Any] = {"decisions": 0, "same": 0, "changed": 0, "differences": {}}
     for one in found.values():
         total["decisions"] += one.decisions
@@ -239,13 +252,15 @@ def told(found: Mapping[str, Reenacted]) -> dict[str, Any]:
 
 
 def sentences_of(total: Mapping[str, Any]) -> list[str]:
-    """What `told` gives, for a person: how many, why the others are not, the first, the caveats."""
+    """Return the totals for a person: the counts, the kinds of differences, the first ones, the
+    caveats.
+    """
     decisions, same = total["decisions"], total["same"]
     share = f" ({same / decisions:.2%})" if decisions else ""
-    lines = [f"{decisions:,} decisions, {same:,} the same again{share}"]
+    lines = [f"{decisions:,} decisions, {same:,} repeated{share}"]
     lines += [f"{count:,} differ, {why}" for why, count in total["differences"].items()]
     lines += [
-        f"  request {one['request']}: went to {one['live'] or 'nobody'}, again "
+        f"  request {one['request']}: went to {one['live'] or 'no endpoint'}, now "
         f"{one['again']}, {one['difference']}"
         for one in total["first"][:DIFFERENCES_SHOWN_MAX]
     ]

@@ -1,4 +1,4 @@
-"""`token-producer`: who says which tokens a prompt becomes, and how long requests wait for it."""
+"""`token-producer`: the source of a prompt's token ids, and the time that requests wait for them."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -17,16 +17,18 @@ PORT_MAX: Final = 65_535
 
 
 class RenderMode(StrEnum):
-    """How requests of an API are rendered that older engines know no rendering of."""
+    """The rendering of requests of an API that older engines cannot render."""
 
     AUTO = "auto"
-    """At its own path, where the engine has one."""
+    """Use the API's own path if the engine has one."""
     NATIVE = "native"
     LEGACY = "legacy"
 
 
 class PortRule(Parameters, frozen=True):
-    """Endpoints that `selector` selects render at `base_port` plus the number of their rank."""
+    """A port rule: endpoints that `selector` selects render at `base_port` plus the number of their
+    rank.
+    """
 
     base_port: Annotated[int, Meta(ge=1, le=PORT_MAX)]
     selector: Selector = field(default_factory=Selector)
@@ -37,34 +39,44 @@ class LoadBalancer(Parameters, frozen=True):
 
 
 class EndpointDiscovery(Parameters, frozen=True):
-    """The endpoints of the pool render: each in turn, and once more another where one fails."""
+    """Settings for rendering by the endpoints of the pool, round robin, with one retry at another
+    endpoint.
+    """
 
     port_rules: tuple[PortRule, ...] = ()
-    """The first that selects an endpoint says its port; (): the port that serves requests."""
+    """Rules for the port; the first that selects an endpoint applies. If empty, the port that
+    serves requests.
+    """
     load_balancer: LoadBalancer = field(default_factory=LoadBalancer)
-    """Only `round-robin`."""
+    """Load balancing; only `round-robin` is supported."""
     attempt_timeout: Duration | None = None
-    """Of each of two attempts; none: of both together."""
+    """Timeout of each of two attempts; if not given, both together have the request's timeout."""
     discover_model_limits: bool = False
-    """Only `false` is supported."""
+    """Discovery of limits; `false` is the only value supported."""
     min_model_len: Annotated[int, Meta(ge=0)] = 0
-    """Endpoints that render fewer tokens are not asked."""
+    """Minimum number of tokens that an endpoint must be able to render."""
     context_limit_label: str = ""
-    """Label that says how many tokens an endpoint renders; without it an endpoint is not asked."""
+    """Label with the number of tokens that an endpoint can render; endpoints without it are not
+    used.
+    """
 
     def __post_init__(self) -> None:
         if self.attempt_timeout is not None:
             check_above_zero("attemptTimeout", self.attempt_timeout)
         if self.discover_model_limits:
             raise ValueError(
-                "discoverModelLimits is not supported, renderers are not asked for their limits: "
-                "give contextLimitLabel"
+                "discoverModelLimits is not supported, because renderers are not asked for their "
+                "limits: set contextLimitLabel"
             )
         if self.min_model_len and not self.context_limit_label:
-            raise ValueError("minModelLen needs contextLimitLabel, which says what renderers can")
+            raise ValueError(
+                "minModelLen needs contextLimitLabel, which holds the limits of renderers"
+            )
 
     def port_of(self, endpoint: Endpoint, rank: int) -> int | None:
-        """Where `endpoint`, the `rank`-th of its pod, renders; None: nowhere."""
+        """Return the port at which `endpoint`, the `rank`-th of its pod, renders; None if it does
+        not render.
+        """
         if self.context_limit_label:
             limit = endpoint.labels.get(self.context_limit_label, "")
             if not (limit.isascii() and limit.isdigit() and int(limit[:18]) > 0):
@@ -81,32 +93,34 @@ class EndpointDiscovery(Parameters, frozen=True):
 
 
 class VllmRenderer(Parameters, frozen=True):
-    """The render and tokenize API of vLLM."""
+    """The settings of vLLM's render and tokenize API."""
 
     url: str = "http://localhost:8000"
-    """Of the one renderer, without the path of an API."""
+    """URL of the renderer, without the path of an API."""
     timeout: Duration = Duration(5.0)
-    """Of a completion's question; what the picker waits is `tokenizeTimeout`."""
+    """Timeout of a request for a completion. The time that the picker's request waits is
+    `tokenizeTimeout`.
+    """
     mm_timeout: Duration = Duration(30.0)
-    """The same of chats, messages and responses, where it is longer."""
+    """Timeout for chats, messages and responses, if it is longer."""
     messages_render_mode: RenderMode = RenderMode.AUTO
-    """How Anthropic messages are rendered: at their own path, or with `legacy` not at all."""
+    """Rendering of Anthropic messages: at their own path, or not at all with `legacy`."""
     responses_render_mode: RenderMode = RenderMode.AUTO
-    """The same of Responses."""
+    """Rendering of Responses: at their own path, or not at all with `legacy`."""
     endpoint_discovery: EndpointDiscovery | None = None
-    """The endpoints of the pool render, in the place of `url`."""
+    """Settings for rendering by the endpoints of the pool instead of `url`."""
     prefill_only: bool = False
-    """Ask the renderer for one token of output, whatever the client wants."""
+    """True to ask the renderer for one token of output, whatever the client wants."""
     omit_mm_kwargs: bool = field(default=True, name="omitMMKwargs")
-    """Ask for prompts with media without the tensors that the renderer made of them."""
+    """True to omit the tensors that the renderer makes of media in prompts."""
     ca_cert_path: str = ""
-    """PEM of the authority that vouches for the renderer; none: the system's."""
+    """PEM file of the authority for the renderer's certificate; the system's if not given."""
     client_cert_path: str = ""
-    """PEM of the picker's own certificate, where the renderer asks for one."""
+    """PEM file of the picker's own certificate, for renderers that request one."""
     client_key_path: str = ""
-    """Its private key."""
+    """PEM file of the private key of the picker's certificate."""
     insecure_skip_verify: bool = False
-    """Trust whoever answers."""
+    """True to accept any certificate."""
 
     def __post_init__(self) -> None:
         check_above_zero("timeout", self.timeout)
@@ -117,19 +131,21 @@ class VllmRenderer(Parameters, frozen=True):
         except ValueError:
             known = False
         if not known or parts.query or parts.fragment or parts.username is not None:
-            raise ValueError(f"url {self.url!r} is not one such as http://renderer:8000")
+            raise ValueError(f"url is {self.url!r}; expected one such as http://renderer:8000")
         if bool(self.client_cert_path) != bool(self.client_key_path):
-            raise ValueError("clientCertPath and clientKeyPath need each other")
+            raise ValueError("clientCertPath and clientKeyPath must be given together")
         files = (self.ca_cert_path, self.client_cert_path)
         if self.endpoint_discovery is not None and (any(files) or self.insecure_skip_verify):
             raise ValueError(
-                "endpoints that are discovered render by http: remove caCertPath, clientCertPath, "
-                "clientKeyPath and insecureSkipVerify, or give url"
+                "discovered endpoints render by http: remove caCertPath, clientCertPath, "
+                "clientKeyPath and insecureSkipVerify, or set url"
             )
 
 
 class ContentFormat(StrEnum):
-    """What a chat template gets for a content of several parts: `--chat-template-content-format`."""
+    """The form in which a chat template gets content of several parts:
+    `--chat-template-content-format`.
+    """
 
     AUTO = "auto"
     STRING = "string"
@@ -137,18 +153,24 @@ class ContentFormat(StrEnum):
 
 
 class LocalTokenizers(Parameters, frozen=True):
-    """Files of tokenizers that are mounted: `tokenizer.json`, `tokenizer_config.json` and, where the
-    template is not in it, `chat_template.jinja`.
+    """The settings of mounted tokenizer files.
+
+    The files are `tokenizer.json`, `tokenizer_config.json` and, if the template is not in it,
+    `chat_template.jinja`.
     """
 
     auto_discovery_dir: str = ""
-    """Each folder below it that has a `tokenizer.json` is the model of its path."""
+    """Folder to search; each folder below it with a `tokenizer.json` is the model named by its
+    path.
+    """
     model_tokenizer_map: Mapping[str, str] = field(default_factory=dict)
-    """Model -> folder, or file."""
+    """Folder or file of each model, by model."""
     chat_template_content_format: ContentFormat = ContentFormat.AUTO
-    """What the template gets for contents of several parts, as `--chat-template-content-format` has it."""
+    """Form in which the template gets content of several parts, as in
+    `--chat-template-content-format`.
+    """
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """What the template gets besides; a request's own go before."""
+    """Additional variables of the template; a request's own values take precedence."""
 
     def __post_init__(self) -> None:
         if not (self.auto_discovery_dir or self.model_tokenizer_map):
@@ -156,7 +178,7 @@ class LocalTokenizers(Parameters, frozen=True):
 
 
 class Backend(StrEnum):
-    """Who says which tokens a prompt becomes."""
+    """The source of a prompt's token ids."""
 
     ESTIMATE = "estimate"
     VLLM = "vllm"
@@ -164,23 +186,23 @@ class Backend(StrEnum):
 
 
 class TokenProducer(Parameters, frozen=True):
-    """Which tokens a prompt becomes: by its bytes, 4 a token (`estimate`), by the engine's renderer
-    (`vllm`), or by tokenizers of files (`local`).
+    """Source of a prompt's token ids: its bytes, 4 per token (`estimate`), the engine's renderer
+    (`vllm`), or tokenizer files (`local`).
 
-    A request waits for it at most `tokenize_timeout`, and is then placed by its bytes; so it is,
-    without a wait, where the tokens cannot be had.
+    A request waits for its token ids at most `tokenize_timeout`. After that, or at once if the ids
+    are not available, it is placed by its bytes.
     """
 
     abilities: ClassVar[Abilities] = Abilities(warns=True)
     refused: ClassVar[Mapping[str, str]] = {
-        "uds_tokenizer_config": "udsTokenizerConfig tokenizer backend is not supported: use `vllm`, "
-        "the renderer, or `local`",
-        "hf": "hf tokenizer backend is not supported, nothing is loaded from a hub: use `local` with "
-        "files that are mounted",
+        "uds_tokenizer_config": "udsTokenizerConfig tokenizer backend is not supported: use "
+        "`vllm`, the renderer, or `local`",
+        "hf": "hf tokenizer backend is not supported, because the picker loads nothing from a "
+        "hub: use `local` with mounted files",
     }
 
     model_name: str = ""
-    """With `local`: whose tokenizer models have that have none of their own, such as adapters."""
+    """Model whose tokenizer serves models without one of their own, such as adapters; for `local`."""
     tokenize_timeout: Duration = Duration(0.02)
     estimate: Mapping[str, Any] | None = None
     vllm: VllmRenderer | None = None
@@ -195,7 +217,7 @@ class TokenProducer(Parameters, frozen=True):
         check_above_zero("tokenizeTimeout", self.tokenize_timeout)
         given = [b.value for b in Backend if getattr(self, b.value) is not None]
         if len(given) > 1:
-            raise ValueError(f"has the backends {' and '.join(given)}, expected one")
+            raise ValueError(f"has the backends {' and '.join(given)}; expected only one")
 
     @property
     def backend(self) -> Backend:
@@ -207,27 +229,31 @@ class TokenProducer(Parameters, frozen=True):
 
     @property
     def renderer(self) -> VllmRenderer:
-        """Of the backend `vllm`."""
+        """Return the settings of the backend `vllm`."""
         return self.vllm or VllmRenderer()
 
     def warnings(self) -> list[str]:
-        """What has no effect or another than one may think, without the place."""
+        """Return warnings about parameters with no effect or an unexpected one, without their
+        place.
+        """
         found: list[str] = []
         if self.estimate:
-            found.append("parameters of `estimate` have no effect, a token is 4 bytes")
+            found.append(
+                "parameters of `estimate` have no effect, because a token counts as 4 bytes"
+            )
         if self.backend is not Backend.VLLM:
             return found
         renderer = self.renderer
         if self.vllm is None:
             found.append(
-                f"modelName alone asks the renderer at {renderer.url}: give `vllm.url`, or "
+                f"modelName alone selects the renderer at {renderer.url}: set `vllm.url`, or "
                 "`estimate: {}` to measure prompts by their bytes"
             )
         if RenderMode.LEGACY in {renderer.messages_render_mode, renderer.responses_render_mode}:
             found.append(
-                "render mode legacy has no effect, the tokens of another API are not the engine's: "
-                "such requests are placed by their bytes"
+                "render mode legacy has no effect, because the tokens of another API are not the "
+                "engine's: such requests are placed by their bytes"
             )
         if "${" in self.model_name or "${" in renderer.url:
-            found.append("has a literal ${, which nothing here replaces")
+            found.append("has a literal ${, which is not replaced")
         return found

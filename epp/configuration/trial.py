@@ -1,9 +1,9 @@
-"""Plugins are tried before a configuration is taken: on endpoints and requests that are made up.
+"""The trial of plugins on test endpoints and requests, before a configuration is accepted.
 
-Every kind of endpoint is among them: never scraped, stale, refusing, with adapters of either
-generation, IPv6, without labels. So is every kind of request, and every verb of the scheduler is
-called. Each filter sees all of the endpoints, because what another one leaves is the document's
-business. The same on every run: no clock, no dice.
+The endpoints include every kind: never scraped, stale, refusing, with adapters of either
+generation, with IPv6 addresses, without labels. The requests include every kind too, and every
+method of the scheduler is called. Each filter sees all endpoints, because their combination is a
+matter of the document. Every run is the same: there is no clock and no randomness.
 """
 
 import math
@@ -63,12 +63,12 @@ _METRICS: Final = (
     ),
     EndpointMetrics(waiting_requests=40.0, running_requests=256.0, kv_cache_usage=1.0),
 )
-"""By slot; None: never scraped."""
+"""Metrics by slot; None for an endpoint that was never scraped."""
 _NEVER_FULL: Final = UtilizationDetector(
     queue_depth_threshold=math.inf, metrics_staleness_threshold=Duration(math.inf)
 )
 _STALE: Final = 1
-"""Scraped long ago."""
+"""Slot of an endpoint that was scraped long ago."""
 _REFUSING: Final = 4
 
 _LABELS: Final[tuple[Mapping[str, str], ...]] = (
@@ -81,15 +81,17 @@ _LABELS: Final[tuple[Mapping[str, str], ...]] = (
 
 
 def failing_plugins(settings: SchedulerSettings) -> list[FailingPlugin]:
-    """The plugins of `settings` that fail where the contract of `epp.plugins.contract` holds.
+    """Return the plugins of `settings` that fail although the contract of `epp.plugins.contract`
+    holds.
 
-    Takes some milliseconds. What a plugin remembers of it goes with the scheduler made for it.
+    The trial takes some milliseconds. State that plugins keep from it is dropped with the scheduler
+    made for it.
     """
     profile = settings.profile
     of_filters = PluginFailures()
     alone = [replace(profile, filters=(named,)) for named in profile.filters]
     filter_markers = replace(profile, scorers=(), responders=()).markers(of_filters)
-    # Neither are the stale left out nor requests of low priority refused.
+    # These settings neither drop stale endpoints nor refuse requests of low priority.
     permissive = replace(
         settings,
         profile=replace(profile, filters=()),
@@ -114,7 +116,7 @@ def failing_plugins(settings: SchedulerSettings) -> list[FailingPlugin]:
             decision.request_headers()
             for marker in filter_markers:
                 marker.response_headers(asked, served, served.address)
-            # A client sends back what it was given.
+            # A client sends back the headers that it received.
             headers = decision.response_headers(served.address)
             _end(scheduler, decision, _NOW_S)
         scheduler.take(Reconfigured(scheduler.settings), _NOW_S)
@@ -123,7 +125,7 @@ def failing_plugins(settings: SchedulerSettings) -> list[FailingPlugin]:
 
 
 def _end(scheduler: Scheduler, decision: Decision, now: Seconds) -> None:
-    """In as many ways as there are, by the number of the decision."""
+    """End the request in one of four ways, by the number of the decision."""
     match decision.number % 4:
         case 0:
             decision.response_headers("")
@@ -165,7 +167,9 @@ def _scrape(scheduler: Scheduler) -> None:
 
 
 def _requests() -> Iterator[InferenceRequest]:
-    """One of a single endpoint; then of each API, without a prompt, with one and with two."""
+    """Yield a request for a single endpoint, then requests of each API with zero, one and two
+    prompts.
+    """
     long = bytes(range(256)) * 32
     yield InferenceRequest(request_id="subset", subset=("192.0.2.1",), prompts=(long,))
     for number, api in enumerate(ApiKind):

@@ -1,7 +1,9 @@
-"""A document with what the field has renamed, moved or removed -> the same in what it loads today.
+"""Rewriting of documents with renamed, moved or removed parts into the form that llm-d-router loads
+today.
 
-The text is edited and not written anew, so that comments, order and layout stay. One change is made
-at a time, and the document is read again before the next: places in it are only true until then.
+The text is edited in place, so that comments, order and layout stay. One change is made at a time,
+and the document is parsed again before the next one, because positions in it are valid only until
+then.
 """
 
 import json
@@ -21,7 +23,7 @@ from epp.configuration.compatibility import (
 from epp.configuration.document import ConfigError, as_one_line, read_mapping
 
 CHANGES_MAX: Final = 64
-"""Of one document; it is read anew for each of them."""
+"""Maximum number of changes of a document, which is parsed again for each of them."""
 _PREFIX_INDEX: Final = "approx-prefix-cache-producer"
 _PRECISE_INDEX: Final = "precise-prefix-cache-producer"
 _PRECISE_SCORER: Final = "precise-prefix-cache-scorer"
@@ -35,21 +37,24 @@ _RENAMED: Final[Mapping[str, str]] = {
     **DEPRECATED,
     "by-label-selector": _SELECTOR,
 }
-"""Type -> the one that takes the same parameters today."""
+"""Current type with the same parameters, for each old type."""
 _RENAMED_PARAMETERS: Final[Mapping[tuple[str, str], str]] = {
     (_PREFIX_INDEX, "blockSize"): "blockSizeTokens",
     ("mm-embeddings-cache-producer", "cacheSizeInMB"): "cacheSizeInMBPerServer",
 }
 _REMOVED_PARAMETERS: Final[Mapping[tuple[str, str], str]] = {
-    ("active-request-scorer", "requestTimeout"): "requests in flight are known by how they end",
-    ("predicted-latency-producer", "samplingMean"): "it is not predicted amid a stream any more",
+    ("active-request-scorer", "requestTimeout"): "requests in flight are counted by their ends",
+    (
+        "predicted-latency-producer",
+        "samplingMean",
+    ): "predictions during a stream are no longer made",
     ("predicted-latency-producer", "maxDecodeTokenSamplesForPrediction"): (
-        "it is not predicted amid a stream any more"
+        "predictions during a stream are no longer made"
     ),
 }
-"""Of a type, a parameter that is ignored -> why."""
+"""Reason why a parameter is ignored, by type and parameter."""
 _REMOVED_GATES: Final = ("dataLayer", "prepareDataPlugins")
-"""What they turned on is always on."""
+"""Feature gates that are always on today."""
 _ATTRIBUTE_MEMBERS: Final[Mapping[str, str]] = {
     "endpoint-attribute-filter": "attribute",
     "endpoint-attribute-scorer": "attributeKey",
@@ -57,30 +62,32 @@ _ATTRIBUTE_MEMBERS: Final[Mapping[str, str]] = {
 
 
 class Change(Struct, frozen=True):
-    """One thing that was rewritten."""
+    """One rewritten part."""
 
     line: int
-    """Of the document as it was, from 1."""
+    """Line of the original document, from 1."""
     what: str
-    """A sentence without its end."""
+    """Sentence without a final period."""
 
 
 class Upgraded(Struct, frozen=True):
-    """What became of a document."""
+    """A rewritten document."""
 
     text: str
     changes: tuple[Change, ...]
-    """In the order of its lines."""
+    """Changes in the order of their lines."""
 
 
 def upgrade(text: bytes | str, source: str) -> Upgraded:
-    """`text` in what the field loads today. Raises `ConfigError` for what is no mapping at all."""
+    """Return `text` in the form that llm-d-router loads today. Raises `ConfigError` if it is not a
+    mapping.
+    """
     read_mapping(text, source)
     try:
         return _upgraded(_Document(text if isinstance(text, str) else text.decode()), source)
     except UnicodeDecodeError:
-        # YAML may be UTF-16 too.
-        raise ConfigError([f"{source}: is not UTF-8, which is what can be rewritten"]) from None
+        # YAML may also be UTF-16.
+        raise ConfigError([f"{source}: is not UTF-8; only UTF-8 can be rewritten"]) from None
     except yaml.YAMLError as error:
         raise ConfigError([f"{source}: cannot be rewritten: {error}"]) from error
 
@@ -92,14 +99,14 @@ def _upgraded(document: "_Document", source: str) -> Upgraded:
             return Upgraded(document.text, tuple(changes))
         read_mapping(document.text, source)
         document.compose()
-    raise ConfigError([f"{source}: has more than {CHANGES_MAX} things to rewrite"])
+    raise ConfigError([f"{source}: has more than {CHANGES_MAX} parts to rewrite"])
 
 
 # --- the text ---------------------------------------------------------------------------------------
 
 
 class _Entry(Struct, frozen=True):
-    """A key of a mapping, and what it has."""
+    """A key of a mapping, and its value."""
 
     key: Any
     value: Any
@@ -124,7 +131,9 @@ def _text_of(entry: _Entry | None) -> str:
 
 
 def _end_of(node: Any) -> int:
-    """Where its last character is: a block ends for YAML only where the next thing begins."""
+    """Return the index after the last character; YAML's own end of a block is the beginning of the
+    next part.
+    """
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         return _end_of(last[1] if isinstance(last, tuple) else last)
@@ -133,21 +142,21 @@ def _end_of(node: Any) -> int:
 
 
 class _Document:
-    """A text that is edited, and what stands where in it."""
+    """A text under edit, and the positions of its parts."""
 
     def __init__(self, text: str) -> None:
-        # A mark counts characters, and a carriage return or a byte order mark is none of ours.
+        # Marks count characters, and must not count a byte order mark or carriage returns.
         self.text = text.removeprefix("\ufeff").replace("\r\n", "\n")
         if not self.text.endswith("\n"):
             self.text += "\n"
         self._lines = list(range(1, self.text.count("\n") + 2))
-        """Line of the text -> line of the text as it was."""
+        """Line of the original text, by line of the current text."""
         self.changes: list[Change] = []
         self.compose()
 
     def compose(self) -> None:
-        """Find out anew what stands where. Raises `yaml.YAMLError`."""
-        # The loader in Python: marks of the one in C count bytes.
+        """Parse the text again to find the positions of its parts. Raises `yaml.YAMLError`."""
+        # The loader in Python is used, because marks of the one in C count bytes.
         self.root = yaml.compose(self.text, Loader=yaml.SafeLoader)
 
     @property
@@ -155,36 +164,36 @@ class _Document:
         return _entries(self.root)
 
     def plugins(self) -> Iterator[tuple[Any, str]]:
-        """The node of each plugin, and its type."""
+        """Yield the node of each plugin and its type."""
         found = self.members.get("plugins")
         for item in _items(found.value if found else None):
             yield item, _text_of(_entries(item).get("type"))
 
     @property
     def names(self) -> list[str]:
-        """Of the plugins: those that they are given, else their types."""
+        """Return the names of the plugins, or their types if they have none."""
         return [_text_of(_entries(one).get("name")) or kind for one, kind in self.plugins()]
 
     def tell(self, node: Any, what: str) -> None:
-        """Note what is done about `node`, before it is."""
+        """Record a change of `node`, before it is made."""
         line = self.text.count("\n", 0, node.start_mark.index)
         self.changes.append(Change(self._lines[line], as_one_line(what)))
 
     def replace(self, start: int, end: int, by: str) -> None:
-        """One edit. Others of the same change are to be made from the end of the text on."""
+        """Make one edit. Further edits of the same change must be made from the end of the text on."""
         first, last = self.text.count("\n", 0, start), self.text.count("\n", 0, end)
         self._lines[first : last + 1] = [self._lines[first]] * (by.count("\n") + 1)
         self.text = self.text[:start] + by + self.text[end:]
 
     def rewrite(self, node: Any, value: str) -> None:
-        """Another value in the place of a scalar."""
+        """Replace the value of a scalar."""
         start, end = node.start_mark.index, node.end_mark.index
-        # A block of text has its last line break within it.
+        # A block of text includes its last line break.
         ending = "\n" if self.text[:end].endswith("\n") else ""
         self.replace(start, end, _spelt(value, node.style) + ending)
 
     def remove(self, parent: Any, name: str) -> None:
-        """A member of a mapping; the mapping is empty afterwards if it was the last."""
+        """Remove a member of a mapping; a mapping with one member becomes empty."""
         entries = [(key, value) for key, value in parent.value]
         at = next(index for index, (key, _) in enumerate(entries) if key.value == name)
         key, value = entries[at]
@@ -194,7 +203,7 @@ class _Document:
             return
         before = self.text.rfind("\n", 0, start) + 1
         if parent.flow_style or self.text[before:start].strip():
-            # Amid a line: up to the next member, or from the last one on.
+            # Within a line, remove up to the next member, or from the previous one on.
             if at + 1 < len(entries):
                 end = entries[at + 1][0].start_mark.index
             else:
@@ -204,7 +213,7 @@ class _Document:
         self.replace(before, self._line_after(end), "")
 
     def remove_item(self, parent: Any, at: int) -> None:
-        """An item of a list that has others."""
+        """Remove an item of a list that has others."""
         item = parent.value[at]
         start, end = item.start_mark.index, _end_of(item)
         if parent.flow_style:
@@ -217,7 +226,7 @@ class _Document:
         self.replace(self.text.rfind("\n", 0, start) + 1, self._line_after(end), "")
 
     def append(self, parent: Any, value: Any) -> None:
-        """One more item of a list, or more members of a mapping, at its end."""
+        """Append an item to a list, or members to a mapping."""
         end = _end_of(parent)
         if parent.flow_style:
             written = _on_one_line(value)
@@ -235,7 +244,7 @@ class _Document:
         self.replace(after, after, "".join(f"{' ' * column}{line}\n" for line in lines))
 
     def _line_after(self, end: int) -> int:
-        """Where the line after what ends at `end` begins; a block of text ends behind its last line."""
+        """Return the start of the line after `end`; a block of text ends after its last line break."""
         if self.text[:end].endswith("\n"):
             return end
         at = self.text.find("\n", end)
@@ -249,27 +258,27 @@ def _spelt(value: str, style: str | None) -> str:
 
 
 def _on_one_line(value: Any) -> str:
-    """In JSON, which YAML is too, so that a document in JSON stays one."""
+    """Return JSON, which is also YAML, so that a JSON document stays JSON."""
     try:
         return json.dumps(value, ensure_ascii=False, default=str)
-    except TypeError:  # a key that JSON does not have
+    except TypeError:  # a key that JSON does not allow
         return yaml.safe_dump(value, default_flow_style=True, width=math.inf).strip()
 
 
 def _plain(node: Any) -> Any:
-    """A node as plain values."""
+    """Return a node as plain values."""
     constructor = yaml.constructor.SafeConstructor()
     return constructor.construct_document(node)
 
 
-# --- the rules: each makes one change, or says that there is none ------------------------------------
+# --- the rules: each makes one change, or returns False -------------------------------------------
 
 
 def _api_version(document: _Document) -> bool:
     entry = document.members.get("apiVersion")
     if entry is None or _text_of(entry) != API_VERSION_DEPRECATED:
         return False
-    document.tell(entry.key, f"apiVersion {API_VERSION_DEPRECATED} is {API_VERSION} now")
+    document.tell(entry.key, f"apiVersion {API_VERSION_DEPRECATED} is now {API_VERSION}")
     document.rewrite(entry.value, API_VERSION)
     return True
 
@@ -278,7 +287,7 @@ def _types(document: _Document) -> bool:
     for plugin, type_name in document.plugins():
         if type_name in _RENAMED:
             newer = _RENAMED[type_name]
-            document.tell(plugin, f"type {type_name} is {newer} now")
+            document.tell(plugin, f"type {type_name} is now {newer}")
             for node in reversed(_places(document, plugin, type_name, newer)):
                 document.rewrite(node, newer)
             return True
@@ -286,9 +295,10 @@ def _types(document: _Document) -> bool:
 
 
 def _places(document: _Document, plugin: Any, type_name: str, newer: str) -> list[Any]:
-    """Scalars that say the type of `plugin`, and who goes by it; in the order of the document.
+    """Return the scalars with the type of `plugin` and all references to it, in the order of the
+    document.
 
-    Where `newer` is the name of another plugin, this one keeps the old type as its name.
+    If `newer` is the name of another plugin, this plugin keeps the old type as its name.
     """
     type_node = _entries(plugin)["type"].value
     if "name" in _entries(plugin):
@@ -301,7 +311,7 @@ def _places(document: _Document, plugin: Any, type_name: str, newer: str) -> lis
 
 
 def _references(node: Any) -> Iterator[Any]:
-    """Scalars that name a plugin."""
+    """Yield the scalars that name a plugin."""
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
             yield from _references(item)
@@ -315,7 +325,7 @@ def _references(node: Any) -> Iterator[Any]:
 
 
 def _labels(document: _Document) -> bool:
-    """`by-label` of a label that must be there is a selector."""
+    """Replace `by-label` by a selector if the label is required."""
     for plugin, type_name in document.plugins():
         entries = _entries(plugin)
         parameters = entries.get("parameters")
@@ -324,7 +334,7 @@ def _labels(document: _Document) -> bool:
         told = _plain(parameters.value)
         if not isinstance(told, dict) or told.get("allowsNoLabel") or not told.get("validValues"):
             continue
-        document.tell(plugin, f"type {type_name} is {_SELECTOR} now, with matchExpressions")
+        document.tell(plugin, f"type {type_name} is now {_SELECTOR}, with matchExpressions")
         selector = {
             "matchExpressions": [
                 {"key": told.get("label"), "operator": "In", "values": told["validValues"]}
@@ -334,7 +344,7 @@ def _labels(document: _Document) -> bool:
             (node.start_mark.index, node.end_mark.index, _SELECTOR)
             for node in _places(document, plugin, type_name, _SELECTOR)
         ]
-        # Behind the key: a block below it goes to its line.
+        # The value follows the key directly; a block below it moves to the key's line.
         value_at = document.text.find(":", parameters.key.end_mark.index) + 1
         edits.append((value_at, _end_of(parameters.value), f" {_on_one_line(selector)}"))
         for start, end, by in sorted(edits, reverse=True):
@@ -353,13 +363,13 @@ def _parameters(document: _Document) -> bool:
             newer = _RENAMED_PARAMETERS.get((type_name, name))
             why = _REMOVED_PARAMETERS.get((type_name, name))
             if newer in entries:
-                newer, why = None, f"{newer} is there and goes before it"
+                newer, why = None, f"{newer} is present and takes precedence"
             if newer is not None:
-                document.tell(entry.key, f"{name} of {type_name} is {newer} now")
+                document.tell(entry.key, f"{name} of {type_name} is now {newer}")
                 document.rewrite(entry.key, newer)
                 return True
             if why is not None:
-                document.tell(entry.key, f"{name} of {type_name} is removed, {why}")
+                document.tell(entry.key, f"{name} of {type_name} is removed, because {why}")
                 _drop(document, plugin, name)
                 return True
         if any(rule(document, type_name, plugin) for rule in _PARAMETER_RULES):
@@ -368,7 +378,7 @@ def _parameters(document: _Document) -> bool:
 
 
 def _drop(document: _Document, plugin: Any, name: str) -> None:
-    """Remove a parameter, and with the last one the member that held them."""
+    """Remove a parameter, and the member that holds the parameters if it was the last one."""
     parameters = _parameters_of(plugin)
     if len(parameters.value) == 1:
         document.remove(plugin, "parameters")
@@ -382,45 +392,48 @@ def _parameters_of(plugin: Any) -> Any:
 
 
 def _blocks_to_match(document: _Document, type_name: str, plugin: Any) -> bool:
-    """A limit in blocks means nothing beside one in tokens, which there is unless it is 0."""
+    """Remove a limit in blocks, which has no effect beside one in tokens unless that is 0."""
     entries = _entries(_parameters_of(plugin))
     old, newer = entries.get("maxPrefixBlocksToMatch"), entries.get("maxPrefixTokensToMatch")
     if type_name != _PREFIX_INDEX or old is None or (newer and _plain(newer.value) == 0):
         return False
-    why = "is there" if newer else "is 131072 where it is not given"
+    why = "is present" if newer else "is 131072 by default"
     document.tell(
         old.key,
-        f"maxPrefixBlocksToMatch is removed, maxPrefixTokensToMatch {why} and goes before it",
+        f"maxPrefixBlocksToMatch is removed, because maxPrefixTokensToMatch {why} and takes "
+        "precedence",
     )
     _drop(document, plugin, "maxPrefixBlocksToMatch")
     return True
 
 
 def _token_blocks(document: _Document, type_name: str, plugin: Any) -> bool:
-    """`blockSize` of `tokenProcessorConfig`."""
+    """Rename `blockSize` of `tokenProcessorConfig`."""
     processor = _entries(_parameters_of(plugin)).get("tokenProcessorConfig")
     inner = _entries(processor.value) if processor else {}
     old = inner.get("blockSize")
     if processor is None or old is None:
         return False
     if "blockSizeTokens" in inner:
-        document.tell(old.key, "blockSize is removed, blockSizeTokens is there and goes before it")
+        document.tell(
+            old.key, "blockSize is removed, because blockSizeTokens is present and takes precedence"
+        )
         document.remove(processor.value, "blockSize")
     else:
-        document.tell(old.key, f"blockSize of {type_name} is blockSizeTokens now")
+        document.tell(old.key, f"blockSize of {type_name} is now blockSizeTokens")
         document.rewrite(old.key, "blockSizeTokens")
     return True
 
 
 def _attribute(document: _Document, type_name: str, plugin: Any) -> bool:
-    """An attribute and its producer were one text."""
+    """Split an attribute and its producer, which used to be one text."""
     parameters = _parameters_of(plugin)
     entries = _entries(parameters)
     entry = entries.get(_ATTRIBUTE_MEMBERS.get(type_name, ""))
     name, slash, producer = _text_of(entry).rpartition("/")
     if entry is None or not slash or "producer" in entries:
         return False
-    document.tell(entry.key, f"{_text_of(entry)} is {name} with producer {producer} now")
+    document.tell(entry.key, f"{_text_of(entry)} is now {name} with producer {producer}")
     document.append(parameters, {"producer": producer})
     document.rewrite(entry.value, name)
     return True
@@ -433,7 +446,7 @@ def _session_header(document: _Document, type_name: str, plugin: Any) -> bool:
         return False
     if "encodedEndpointHeaderConfig" in entries:
         return False
-    document.tell(entry.key, f"headerName of {type_name} is encodedEndpointHeaderConfig.header now")
+    document.tell(entry.key, f"headerName of {type_name} is now encodedEndpointHeaderConfig.header")
     header = _on_one_line({"header": _text_of(entry)})
     document.replace(
         entry.key.start_mark.index, _end_of(entry.value), f"encodedEndpointHeaderConfig: {header}"
@@ -445,7 +458,7 @@ _PARAMETER_RULES: Final = (_blocks_to_match, _token_blocks, _attribute, _session
 
 
 def _index_parameters(document: _Document) -> bool:
-    """What `prefix-cache-scorer` told of the index is told by a plugin of its own."""
+    """Move the index parameters of `prefix-cache-scorer` to a plugin for the index."""
     for plugin, type_name in document.plugins():
         told = _entries(_parameters_of(plugin)) if type_name == _PREFIX_SCORER else {}
         moved = {name: entry for name, entry in told.items() if name in MOVED_TO_INDEX}
@@ -454,16 +467,16 @@ def _index_parameters(document: _Document) -> bool:
         declared = _PREFIX_INDEX in [kind for _, kind in document.plugins()]
         for name, entry in moved.items():
             if declared:
-                what = f"is removed, {_PREFIX_INDEX} is there and goes before it"
+                what = f"is removed, because {_PREFIX_INDEX} is declared and takes precedence"
             else:
-                what = f"is {_BLOCK_TOKENS.get(name, name)} of {_PREFIX_INDEX} now"
+                what = f"is now {_BLOCK_TOKENS.get(name, name)} of {_PREFIX_INDEX}"
             document.tell(entry.key, f"{name} of {_PREFIX_SCORER} {what}")
         if not declared:
             values = {name: _plain(entry.value) for name, entry in moved.items()}
             made = {"type": _PREFIX_INDEX, "parameters": _of_index(values)}
             document.append(document.members["plugins"].value, made)
         for name in moved:
-            # Places are found anew.
+            # The edits have moved positions.
             document.compose()
             _drop(document, _scorer_with(document, name), name)
         return True
@@ -471,7 +484,7 @@ def _index_parameters(document: _Document) -> bool:
 
 
 def _of_index(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters that a scorer had, as the index has them: one size of a block, in tokens."""
+    """Return the parameters of a scorer as the index spells them, with one block size in tokens."""
     found = {name: value for name, value in values.items() if name not in _BLOCK_TOKENS}
     characters = values.get("hashBlockSize")
     if isinstance(characters, int):
@@ -482,7 +495,7 @@ def _of_index(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scorer_with(document: _Document, name: str) -> Any:
-    """The first `prefix-cache-scorer` that has a parameter `name`."""
+    """Return the first `prefix-cache-scorer` that has a parameter `name`."""
     return next(
         one
         for one, kind in document.plugins()
@@ -491,7 +504,7 @@ def _scorer_with(document: _Document, name: str) -> Any:
 
 
 def _precise_scorer(document: _Document) -> bool:
-    """One plugin became two: the index, and the scorer that reads it."""
+    """Split the deprecated plugin into the index and the scorer that reads it."""
     kinds = [kind for _, kind in document.plugins()]
     for plugin, type_name in document.plugins():
         if type_name != _PRECISE_SCORER or _PRECISE_INDEX in kinds:
@@ -500,8 +513,8 @@ def _precise_scorer(document: _Document) -> bool:
         name = _text_of(entries.get("name")) or _PRECISE_SCORER
         document.tell(
             plugin,
-            f"type {_PRECISE_SCORER} is {_PRECISE_INDEX} with these parameters and "
-            f"{_PREFIX_SCORER} with prefixMatchInfoProducerName now",
+            f"type {_PRECISE_SCORER} is now {_PRECISE_INDEX} with these parameters and "
+            f"{_PREFIX_SCORER} with prefixMatchInfoProducerName",
         )
         scorer = {
             "type": _PREFIX_SCORER,
@@ -519,7 +532,7 @@ def _precise_scorer(document: _Document) -> bool:
 
 
 def _detector(document: _Document) -> bool:
-    """`saturationDetector` stands in `flowControl`."""
+    """Move `saturationDetector` into `flowControl`."""
     old = document.members.get("saturationDetector")
     told = _plain(old.value) if old else None
     flow = document.members.get("flowControl")
@@ -530,14 +543,15 @@ def _detector(document: _Document) -> bool:
     if flow is not None and "saturationDetector" in _entries(flow.value):
         document.tell(
             old.key,
-            "saturationDetector is removed, that of flowControl is there and goes before it",
+            "saturationDetector is removed, because that of flowControl is present and takes "
+            "precedence",
         )
         document.remove(document.root, "saturationDetector")
         return True
     reference = told.get("pluginRef")
     if (reference and len(told) > 1) or (not reference and not _has_room(document)):
         return False
-    document.tell(old.key, "saturationDetector is flowControl.saturationDetector now")
+    document.tell(old.key, "saturationDetector is now flowControl.saturationDetector")
     document.remove(document.root, "saturationDetector")
     if not reference:
         reference = _DETECTOR
@@ -559,7 +573,7 @@ def _detector(document: _Document) -> bool:
 
 
 def _has_room(document: _Document) -> bool:
-    """Whether a detector can be declared: there is none, and none of its name."""
+    """Return whether a detector can be declared: there is none, and its name is free."""
     plugins = document.members.get("plugins")
     if plugins is not None and not isinstance(plugins.value, yaml.SequenceNode):
         return False
@@ -568,14 +582,14 @@ def _has_room(document: _Document) -> bool:
 
 
 def _parser(document: _Document) -> bool:
-    """`parser` is one of `requestHandler.parsers`."""
+    """Move `parser` to `requestHandler.parsers`."""
     old = document.members.get("parser")
     told = _plain(old.value) if old else None
     handler = document.members.get("requestHandler")
     if old is None or not isinstance(told, dict):
         return False
     if handler is None:
-        document.tell(old.key, "parser is requestHandler.parsers now")
+        document.tell(old.key, "parser is now requestHandler.parsers")
         document.remove(document.root, "parser")
         document.compose()
         document.append(document.root, {"requestHandler": {"parsers": [told]}})
@@ -583,20 +597,22 @@ def _parser(document: _Document) -> bool:
     parsers = _entries(handler.value).get("parsers")
     if parsers is None or not _items(parsers.value):
         return False
-    document.tell(old.key, "parser is removed, requestHandler.parsers is there and goes before it")
+    document.tell(
+        old.key, "parser is removed, because requestHandler.parsers is present and takes precedence"
+    )
     document.remove(document.root, "parser")
     return True
 
 
 def _gates(document: _Document) -> bool:
-    """Gates that the field does not know any more."""
+    """Remove feature gates that llm-d-router no longer knows."""
     gates = document.members.get("featureGates")
     items: Sequence[Any] = _items(gates.value) if gates else ()
     for at, item in enumerate(items):
         name = str(item.value).partition("=")[0] if _is_text(item) else ""
         if gates is None or name not in _REMOVED_GATES:
             continue
-        document.tell(item, f"feature gate {name} is removed, what it turned on is always on")
+        document.tell(item, f"feature gate {name} is removed, because its feature is always on")
         if len(items) == 1:
             document.remove(document.root, "featureGates")
         else:

@@ -225,7 +225,7 @@ def test_what_a_capture_cannot_tell_is_not_told(tmp_path):
     assert int(known) + int(unknown) == 120
     reasons = re.findall(r"^  (\d+): the (?:index|same)|^  (\d+): another", out, re.MULTILINE)
     assert sum(int(one or other) for one, other in reasons) == int(unknown)
-    assert "a peer told something that is not captured" in out
+    assert "shared by peers are not captured" in out
 
 
 def test_a_capture_that_cannot_be_read_exits_2(tmp_path):

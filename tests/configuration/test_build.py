@@ -178,7 +178,7 @@ def test_a_second_ledger_is_told_of():
     twice = f"{SPEEDS}- {{type: inflight-load-producer, name: more}}\n"
     (warning,) = load_config(twice, "c", TABLES).warnings
     assert warning == (
-        "c: plugins[3] (more): has no effect, inflight-load-producer is declared before it"
+        "c: plugins[3] (more): has no effect, because inflight-load-producer is declared before it"
     )
 
 
@@ -268,25 +268,25 @@ def test_an_installed_scorer_is_configured_and_checked_like_ours(offer):
             "plugin_clash",
             PLUGIN.format(type_name="queue-scorer", verb="score"),
             None,
-            "entry point entry (plugin_clash:Alphabetical) is of type queue-scorer, which is taken",
+            "entry point entry (plugin_clash:Alphabetical) has type queue-scorer, which is already in use",
         ),
         (
             "plugin_refused_name",
             PLUGIN.format(type_name="openai-parser", verb="score"),
             None,
-            "entry point entry (plugin_refused_name:Alphabetical) is of type openai-parser, which is taken",
+            "entry point entry (plugin_refused_name:Alphabetical) has type openai-parser, which is already in use",
         ),
         (
             "plugin_verbless",
             PLUGIN.format(type_name="alphabetical", verb="rank"),
             None,
-            "entry point entry (plugin_verbless:Alphabetical) has 0 of the verbs keep, score, pick, open, expected one",
+            "entry point entry (plugin_verbless:Alphabetical) has 0 of the methods keep, score, pick, open; expected one",
         ),
         (
             "plugin_function",
             "def Alphabetical(): ...",
             None,
-            "entry point entry (plugin_function:Alphabetical) is no plugin, expected a msgspec.Struct with a type_name",
+            "entry point entry (plugin_function:Alphabetical) is not a plugin; expected a msgspec.Struct with a type_name",
         ),
         (
             "plugin_missing",

@@ -573,7 +573,7 @@ def test_a_sample_is_refused_for_what_it_asks_for_alone(name):
     ("name", "said"),
     [
         ("sim-epp-tokenizer-vllm-http", "has a literal ${"),
-        ("sim-epp-no-hit-lru", "only prompts that come as token ids are looked up"),
+        ("sim-epp-no-hit-lru", "only prompts that arrive as token ids are looked up"),
         ("sim-epp-kvcache", "blockSize is deprecated"),
     ],
 )

@@ -121,7 +121,7 @@ def test_index_parameters_of_the_old_scorer_go_to_the_index():
     assert config.saturation.metrics_staleness_threshold == pytest.approx(0.2)
     assert config.staleness_given
     said = "\n".join(config.warnings)
-    for word in ("v1alpha1 is deprecated", "moved to", "blockSizeTokens 1 is below 64"):
+    for word in ("v1alpha1 is deprecated", "moved to", "blockSizeTokens 1 is below the minimum"):
         assert word in said
 
 
@@ -207,7 +207,7 @@ def test_json_is_read_like_yaml():
     [
         (
             {"type": "approx-prefix-cache-producer", "parameters": {"blockSizeTokens": 16}},
-            "plugins[0] (approx-prefix-cache-producer): blockSizeTokens 16 is below 64 and becomes it",
+            "plugins[0] (approx-prefix-cache-producer): blockSizeTokens 16 is below the minimum; 64 is used",
         ),
         (
             {"type": "approx-prefix-cache-producer", "parameters": {"blockSize": 128}},
@@ -215,22 +215,22 @@ def test_json_is_read_like_yaml():
         ),
         (
             {"type": "approx-prefix-cache-producer", "parameters": {"maxPrefixBlocksToMatch": 9}},
-            "plugins[0] (approx-prefix-cache-producer): maxPrefixBlocksToMatch has no effect, maxPrefixTokensToMatch is 131072 and not 0",
+            "plugins[0] (approx-prefix-cache-producer): maxPrefixBlocksToMatch has no effect, because maxPrefixTokensToMatch is 131072 and not 0",
         ),
         (
             {"type": "data-parallel-profile-handler"},
-            "plugins[0] (data-parallel-profile-handler): has no effect, data-parallel ranks with a port each are endpoints of their own, and for those behind one address there is data-parallel-rank-producer",
+            "plugins[0] (data-parallel-profile-handler): has no effect, because data-parallel ranks with a port each are separate endpoints; for ranks behind one address use data-parallel-rank-producer",
         ),
         (
             {
                 "type": "inflight-load-producer",
                 "parameters": {"addEstimatedOutputTokens": True, "outputRatio": 2},
             },
-            "plugins[0] (inflight-load-producer): addEstimatedOutputTokens has no effect, load in flight is requests and uncached prompt tokens",
+            "plugins[0] (inflight-load-producer): addEstimatedOutputTokens has no effect, because load in flight counts requests and uncached prompt tokens",
         ),
         (
             {"type": "token-producer", "parameters": {"estimate": {"image": {}}}},
-            "plugins[0] (token-producer): parameters of `estimate` have no effect, a token is 4 bytes",
+            "plugins[0] (token-producer): parameters of `estimate` have no effect, because a token counts as 4 bytes",
         ),
         (
             {"type": "model-server-protocol-metrics"},
@@ -238,23 +238,23 @@ def test_json_is_read_like_yaml():
         ),
         (
             {"type": "inflight-load-producer", "parameters": {"maxEstimatedOutputTokens": 9}},
-            "plugins[0] (inflight-load-producer): maxEstimatedOutputTokens has no effect, load in flight is requests and uncached prompt tokens",
+            "plugins[0] (inflight-load-producer): maxEstimatedOutputTokens has no effect, because load in flight counts requests and uncached prompt tokens",
         ),
         (
             {"type": "session-affinity-filter", "parameters": {"profileName": "prefill"}},
-            "plugins[0] (session-affinity-filter): profileName has no effect, there is one profile",
+            "plugins[0] (session-affinity-filter): profileName has no effect, because there is only one profile",
         ),
         (
             {"type": "dcgm-data-source"},
-            "plugins[0] (dcgm-data-source): has no effect, there is no dcgm-extractor",
+            "plugins[0] (dcgm-data-source): has no effect, because there is no dcgm-extractor",
         ),
         (
             {"type": "models-data-extractor"},
-            "plugins[0] (models-data-extractor): has no effect, there is no models-data-source",
+            "plugins[0] (models-data-extractor): has no effect, because there is no models-data-source",
         ),
         (
             {"type": "endpoint-attribute-scorer", "parameters": {"attributeKey": "load", "algorithm": {"type": "linear_lower_is_better"}}},
-            "plugins[0] (endpoint-attribute-scorer): nobody tells load/core-metrics-extractor, expected a customMetrics of core-metrics-extractor, or GPUUtilization of dcgm-extractor",
+            "plugins[0] (endpoint-attribute-scorer): no producer provides load/core-metrics-extractor; expected a customMetrics of core-metrics-extractor, or GPUUtilization of dcgm-extractor",
         ),
         (
             {"type": "by-label-selector"},
@@ -363,7 +363,7 @@ def test_guides_that_need_more_than_there_is_are_refused_as_a_whole(name, count)
         ),
         (
             {"type": "fresh-metrics-filter", "parameters": {"maxAge": "0s"}},
-            "plugins[0] (fresh-metrics-filter): parameters: maxAge must be more than 0s, is 0s",
+            "plugins[0] (fresh-metrics-filter): parameters: maxAge is 0s; it must be more than 0s",
         ),
         (
             {"type": "by-label"},
@@ -387,7 +387,7 @@ def test_guides_that_need_more_than_there_is_are_refused_as_a_whole(name, count)
         ),
         (
             {"type": "core-metrics-extractor", "parameters": {"engineConfigs": [{"name": "a"}]}},
-            "plugins[0] (core-metrics-extractor): parameters.engineConfigs[0]: engine a has no queuedRequestsSpec, by which its page is recognised",
+            "plugins[0] (core-metrics-extractor): parameters.engineConfigs[0]: engine a has no queuedRequestsSpec, which identifies its page",
         ),
         (
             {"type": "metrics-data-source", "parameters": {"port": 0}},
@@ -395,11 +395,11 @@ def test_guides_that_need_more_than_there_is_are_refused_as_a_whole(name, count)
         ),
         (
             {"type": "metrics-data-source", "parameters": {"clientCertPath": "a.pem"}},
-            "plugins[0] (metrics-data-source): parameters: clientCertPath and clientKeyPath need each other",
+            "plugins[0] (metrics-data-source): parameters: clientCertPath and clientKeyPath must be given together",
         ),
         (
             {"type": "dcgm-data-source", "parameters": {"interval": "2h"}},
-            "plugins[0] (dcgm-data-source): parameters: interval must be from 0s to 3600s, is 7200s",
+            "plugins[0] (dcgm-data-source): parameters: interval is 7200s; it must be from 0s to 3600s",
         ),
         (
             {"type": "models-data-source", "parameters": {"interval": "5"}},
@@ -407,11 +407,11 @@ def test_guides_that_need_more_than_there_is_are_refused_as_a_whole(name, count)
         ),
         (
             {"type": "utilization-filter", "parameters": {"conditions": [{"metric": "waiting-queue", "maxValue": 1}], "inFlightLoadProducerName": "mine"}},
-            "plugins[0] (utilization-filter): inFlightLoadProducerName mine names no inflight-load-producer",
+            "plugins[0] (utilization-filter): inFlightLoadProducerName mine names no declared inflight-load-producer",
         ),
         (
             {"type": "inflight-load-producer", "parameters": {"prefixMatchInfoProducerName": "aprox-prefix-cache-producer"}},
-            "plugins[0] (inflight-load-producer): prefixMatchInfoProducerName aprox-prefix-cache-producer names no plugin",
+            "plugins[0] (inflight-load-producer): prefixMatchInfoProducerName aprox-prefix-cache-producer names no declared plugin",
         ),
         (
             {"type": "queue-scorr"},
@@ -424,7 +424,7 @@ def test_guides_that_need_more_than_there_is_are_refused_as_a_whole(name, count)
         ("queue-scorer", "plugins[0]: expected a mapping, got a text"),
         (
             {"type": "prefix-cache-scorer", "parameters": {"prefixMatchInfoProducerName": "x"}},
-            "plugins[0] (prefix-cache-scorer): producer x names no plugin",
+            "plugins[0] (prefix-cache-scorer): producer x names no declared plugin",
         ),
         (
             {
@@ -458,7 +458,7 @@ def profile(*entries, **more):
     [
         (
             [{"pluginRef": "queue-score"}],
-            "schedulingProfiles[0].plugins[0]: pluginRef queue-score names no plugin, did you mean `queue-scorer`?",
+            "schedulingProfiles[0].plugins[0]: pluginRef queue-score names no declared plugin, did you mean `queue-scorer`?",
         ),
         (
             [{"pluginRef": "openai-parser"}],
@@ -533,20 +533,20 @@ def test_what_others_configure_of_replicas_here_is_flags():
     assert config_hash(plain) == config_hash(told)
     assert [warning.partition(": ")[2] for warning in told.warnings] == [
         (
-            "dataLayer.peerDiscovery has no effect, replicas find each other by --peer-service or "
+            "dataLayer.peerDiscovery has no effect, because replicas find each other by --peer-service or "
             "--peers"
         ),
         (
-            "dataLayer.crossReplicaSyncerPluginRef has no effect, replicas share by --peer-service, "
+            "dataLayer.crossReplicaSyncerPluginRef has no effect, because replicas share by --peer-service, "
             "--peers or --peer-url"
         ),
         (
-            "dataLayer.crossReplicaSyncInterval has no effect, replicas are told of a change within "
+            "dataLayer.crossReplicaSyncInterval has no effect, because replicas share changes within "
             "20ms"
         ),
-        "dataLayer.crossReplicaPublishTimeout has no effect, nothing waits until replicas are told",
+        "dataLayer.crossReplicaPublishTimeout has no effect, because sharing never waits for replicas",
         (
-            "dataLayer.crossReplica has no effect, replicas share by --peer-service, --peers or "
+            "dataLayer.crossReplica has no effect, because replicas share by --peer-service, --peers or "
             "--peer-url"
         ),
     ]
@@ -580,7 +580,7 @@ def test_two_plugins_of_one_name_are_refused():
         ({"plugins": {}}, "plugins: expected a list, got dict"),
         (
             {"flowControl": {"maxBytes": 1}},
-            "flowControl.maxBytes is not supported, requests are not queued in the picker: remove it",
+            "flowControl.maxBytes is not supported, because requests are not queued in the picker: remove it",
         ),
         (
             {"flowControl": {"enableEviction": True}},
@@ -588,15 +588,15 @@ def test_two_plugins_of_one_name_are_refused():
         ),
         (
             {"dataLayer": {"discovery": {"pluginRef": "x"}}},
-            "dataLayer.discovery is not supported, endpoints are given with --endpoints-file: remove it",
+            "dataLayer.discovery is not supported, because endpoints are given with --endpoints-file: remove it",
         ),
         (
             {"dataLayer": {"sources": [{"pluginRef": "x"}]}},
-            "dataLayer.sources[0]: pluginRef x names no plugin",
+            "dataLayer.sources[0]: pluginRef x names no declared plugin",
         ),
         (
             {"requestHandler": {"parsers": [{"pluginRef": "x"}]}},
-            "requestHandler.parsers[0]: pluginRef x names no plugin",
+            "requestHandler.parsers[0]: pluginRef x names no declared plugin",
         ),
         ({"parser": {}}, "parser needs field `pluginRef`"),
         (
@@ -611,7 +611,7 @@ def test_two_plugins_of_one_name_are_refused():
             "flowControl.saturationDetector: decode-filter is a filter, expected a utilization-detector",
         ),
         ({"featureGates": ["flowContrl"]}, "featureGates[0]: feature gate 'flowContrl' is unknown, did you mean `flowControl`?"),
-        ({"featureGates": ["dataLayer=1"]}, "featureGates[0]: 'dataLayer=1' is neither a gate nor gate=true nor gate=false"),
+        ({"featureGates": ["dataLayer=1"]}, "featureGates[0]: 'dataLayer=1' is not a feature gate; expected gate, gate=true or gate=false"),
     ],
 )  # fmt: skip
 def test_a_bad_section_is_refused(sections, problem):
@@ -640,9 +640,9 @@ def test_all_problems_are_reported_together():
     [
         (b"", "is empty, expected an EndpointPickerConfig"),
         (b"- a", "is not a mapping, expected an EndpointPickerConfig"),
-        (b"a: 1\na: 2", "line 2: key `a` stands twice in one mapping"),
-        (b"plugins:\n- {type: a, type: b}", "line 2: key `type` stands twice in one mapping"),
-        (b"a: &x 1\nb: *x", "line 2: alias *x is not supported, expected the value itself"),
+        (b"a: 1\na: 2", "line 2: key `a` appears twice in one mapping"),
+        (b"plugins:\n- {type: a, type: b}", "line 2: key `type` appears twice in one mapping"),
+        (b"a: &x 1\nb: *x", "line 2: alias *x is not supported; expected the value itself"),
         (b"a: [" + b"[" * 100_000, "line 1: is nested more than 32 levels deep"),
         (b"kind: }", "line 1: expected YAML: did not find expected node content"),
         (b"a: 1\n---\nb: 2", "line 2: expected a single document in the stream, but found another document"),
@@ -767,7 +767,7 @@ def test_pages_of_gpus_and_models_are_asked_for_where_somebody_reads_them():
         (
             ["dcgm-data-source", {"type": "dcgm-data-source", "name": "other"}],
             [],
-            "plugins[1] (other): there is one dcgm-data-source, dcgm-data-source is taken",
+            "plugins[1] (other): only one dcgm-data-source is allowed, and dcgm-data-source is declared before it",
         ),
     ],
 )  # fmt: skip
@@ -813,7 +813,7 @@ def test_names_of_producers_are_those_of_plugins():
         {"type": "prefix-cache-scorer"},
     )
     assert warnings(other) == [
-        f"plugins[2] (inflight-load-producer): prefixMatchInfoProducerName other has no effect, what is uncached is known by {APPROXIMATE}"
+        f"plugins[2] (inflight-load-producer): prefixMatchInfoProducerName other has no effect, because uncached tokens are estimated by {APPROXIMATE}"
     ]
 
 
@@ -834,7 +834,7 @@ def test_where_a_session_is_named_is_told_to_its_index():
     }
     both = load_plugins(reader, other)
     assert both.indexes["session-id-producer"].ttl == 60.0
-    assert any("what it says of ttl has no effect" in text for text in warnings(both))
+    assert any("its ttl has no effect" in text for text in warnings(both))
 
 
 class Broken(Parameters, frozen=True):
@@ -943,7 +943,10 @@ def test_a_shadow_profile_is_read_beside_the_one_that_acts():
         ("shadow: {plugins: []}", "of at least 1 entry"),
         ("shadow: {plugins: [{pluginRef: queue-scorer}], share: 0}", "above 0"),
         ("shadow: {plugins: [{pluginRef: nothing}]}", "shadow.plugins[0]"),
-        ("shadow: {plugins: [{pluginRef: queue-scorer, weight: 0}]}", "are all 0"),
+        (
+            "shadow: {plugins: [{pluginRef: queue-scorer, weight: 0}]}",
+            "all weights of profile shadow are 0",
+        ),
         ("shadow: {plugins: [{pluginRef: queue-scorer}], weights: {}}", "unknown field `weights`"),
     ],
 )
@@ -1003,7 +1006,7 @@ def test_what_was_one_plugin_is_an_index_and_a_scorer():
     assert scorer.plugin.prefix_match_info_producer_name == TOLD
     assert any("precise-prefix-cache-scorer is deprecated" in text for text in warnings(config))
     (problem,) = problems(load_plugins, told(), old)
-    assert "expected one of the two" in problem
+    assert "declare only one of the two" in problem
 
 
 def test_what_does_less_than_it_says_is_named():
@@ -1020,8 +1023,8 @@ def test_what_does_less_than_it_says_is_named():
         READER,
     )
     found = " | ".join(warnings(config))
-    for part in ("blockSize is deprecated", "16 tokens cost much", "podCacheSize", "podLabelSelector",
-                 "no engine is listened to", "only prompts that come as token ids"):  # fmt: skip
+    for part in ("blockSize is deprecated", "16 tokens use much", "podCacheSize", "podLabelSelector",
+                 "from no engine", "only prompts that arrive as token ids"):  # fmt: skip
         assert part in found
     quiet = load_plugins(told(tokenProcessorConfig={"blockSizeTokens": 64}), READER)
     assert [text for text in warnings(quiet) if "token-producer" not in text] == []
@@ -1048,7 +1051,7 @@ def test_the_fields_sample_for_images_loads():
     (index,) = config.indexes.values()
     assert index.items_max == 1_024
     (told,) = warnings(config)
-    assert "give that" in told
+    assert "use cacheSizeInMBPerServer" in told
     assert told.startswith("plugins[0] (mm-embeddings-cache-producer): ")
     right = mm({"parameters": {"cacheSizeInMBPerServer": 2048}}, {})
     assert (right.indexes["mm-embeddings-cache-producer"].items_max, warnings(right)) == (1_024, [])
@@ -1067,4 +1070,4 @@ def test_an_index_of_images_that_is_missing_is_made():
     config = load_plugins({"type": "mm-embeddings-cache-scorer"})
     assert list(config.indexes) == ["mm-embeddings-cache-producer"]
     (problem,) = problems(mm, {}, {"producerName": "no such"})
-    assert "producer no such names no plugin" in problem
+    assert "producer no such names no declared plugin" in problem

@@ -42,11 +42,11 @@ def test_who_is_said_to_read_the_prefix_index_has_one(name):
 def test_the_prefill_speed_is_explained():
     """Of every endpoint, or of those with labels first."""
     said = "prefill speed, at which prompt tokens in flight drain\n"
-    assert f"{said}  15,928 tokens/s of every endpoint\n" in explain(
+    assert f"{said}  15,928 tokens/s for every endpoint\n" in explain(
         default_config(plugin_tables())
     )
     assert (
-        f"{said}  60,000 tokens/s with labels gpu=h200, tp=2\n  30,000 tokens/s of the others\n"
+        f"{said}  60,000 tokens/s with labels gpu=h200, tp=2\n  30,000 tokens/s for all others\n"
     ) in explained(
         "plugins: [{type: token-load-scorer}, {type: inflight-load-producer, parameters: "
         "{peakPrefillThroughput: 30000, peakPrefillThroughputs: "
@@ -67,6 +67,6 @@ def test_an_index_that_is_read_is_told_by_its_type():
     """But for the default prefix index."""
     assert what_it_reads(SCORERS["no-hit-lru-scorer"]) == "no-hit-lru-producer, prefix index"
     assert what_it_reads(SCORERS["token-load-scorer"]) == (
-        "prefix index, prompt tokens in flight from here"
+        "prefix index, prompt tokens in flight from this picker"
     )
     assert what_it_reads(Parameters) == ""

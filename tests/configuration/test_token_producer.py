@@ -105,18 +105,18 @@ def test_the_fields_own_parameters_load():
     ("parameters", "problem"),
     [
         ({"vllm": {}, "local": {"autoDiscoveryDir": "/t"}}, "has the backends vllm and local"),
-        ({"hf": {}}, "nothing is loaded from a hub"),
+        ({"hf": {}}, "the picker loads nothing from a hub"),
         ({"udsTokenizerConfig": {}}, "use `vllm`"),
         ({"local": {}}, "autoDiscoveryDir or modelTokenizerMap"),
-        ({"tokenizeTimeout": "0s"}, "tokenizeTimeout must be a duration above 0s"),
-        ({"vllm": {"url": "renderer:8000"}}, "is not one such as"),
-        ({"vllm": {"url": "http://r:99999"}}, "is not one such as"),
-        ({"vllm": {"url": "http://u:p@r"}}, "is not one such as"),
-        ({"vllm": {"url": "http://r?a=1"}}, "is not one such as"),
-        ({"vllm": {"timeout": "-1s"}}, "timeout must be"),
-        ({"vllm": {"clientCertPath": "/a"}}, "need each other"),
+        ({"tokenizeTimeout": "0s"}, "tokenizeTimeout is 0.0s; it must be a duration above 0s"),
+        ({"vllm": {"url": "renderer:8000"}}, "expected one such as"),
+        ({"vllm": {"url": "http://r:99999"}}, "expected one such as"),
+        ({"vllm": {"url": "http://u:p@r"}}, "expected one such as"),
+        ({"vllm": {"url": "http://r?a=1"}}, "expected one such as"),
+        ({"vllm": {"timeout": "-1s"}}, "timeout is -1.0s; it must be"),
+        ({"vllm": {"clientCertPath": "/a"}}, "must be given together"),
         ({"vllm": {"endpointDiscovery": {}, "caCertPath": "/a"}}, "render by http"),
-        ({"vllm": {"endpointDiscovery": {"discoverModelLimits": True}}}, "give contextLimitLabel"),
+        ({"vllm": {"endpointDiscovery": {"discoverModelLimits": True}}}, "set contextLimitLabel"),
         ({"vllm": {"endpointDiscovery": {"minModelLen": 5}}}, "needs contextLimitLabel"),
         ({"vllm": {"endpointDiscovery": {"loadBalancer": {"type": "random"}}}}, "random"),
         ({"vllm": {"endpointDiscovery": {"portRules": [{"basePort": 0}]}}}, "basePort"),
@@ -134,8 +134,8 @@ def test_what_does_not_go_is_refused(parameters, problem):
 @pytest.mark.parametrize(
     ("parameters", "warning"),
     [
-        ({"estimate": {"image": {}}}, "a token is 4 bytes"),
-        ({"modelName": "m"}, "modelName alone asks the renderer at http://localhost:8000"),
+        ({"estimate": {"image": {}}}, "a token counts as 4 bytes"),
+        ({"modelName": "m"}, "modelName alone selects the renderer at http://localhost:8000"),
         ({"vllm": {"messagesRenderMode": "legacy"}}, "render mode legacy has no effect"),
         ({"modelName": "${MODEL_NAME}", "vllm": {}}, "has a literal ${"),
     ],
@@ -171,7 +171,7 @@ def test_nobody_waits_for_ids_that_nothing_reads(parameters):
     assert config.tokens.backend is not Backend.ESTIMATE
     (told,) = config.warnings
     assert told.startswith("config.yaml: plugins[0] (t0): ")
-    assert "no request waits" in told
+    assert "reads token ids" in told
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_requests_wait_for_ids_that_something_may_read(index, scorer):
     """An index, or a plugin that reads them itself, or does not say what it reads."""
     config = loaded({"vllm": {}}, index=index, scorer=scorer)
     assert config.tokens_asked is config.tokens
-    assert not any("no request waits" in warning for warning in config.warnings)
+    assert not any("reads token ids" in warning for warning in config.warnings)
 
 
 def test_a_change_is_told_of():

@@ -103,7 +103,7 @@ def test_one_that_raises_is_named_with_what_it_did(table, verb, kind):
     (problem,) = refused(SCORE, **{table: broken(**{verb: raises(kind)})})
     at = AT.replace("KeyError", kind.__name__)
     assert problem.startswith(f"c: plugins[0] (odd-plugin): {verb} {at}")
-    assert problem.endswith(", tried on made-up endpoints")
+    assert problem.endswith(", in a trial on test endpoints")
     assert "what it says" not in problem
 
 
@@ -336,7 +336,7 @@ def test_an_index_that_is_asked_for_amiss_is_a_problem(members, said):
             (property(raises(kind)), f"block_tokens {AT.replace('KeyError', kind.__name__)}")
             for kind in (KeyError, *ENDS)
         ),
-        (0, "block_tokens is 0, expected an int from 1"),
+        (0, "block_tokens is 0; it must be an int of at least 1"),
     ],
 )
 def test_blocks_without_a_size_are_a_problem(tokens, said):
@@ -414,7 +414,7 @@ def test_check_config_and_the_simulator_say_the_same(offer, tmp_path, capsys):
     trace.write_text(TRACE)
     said = (
         f"{config}: plugins[0] (alphabetical-scorer): score returned list, expected float64[5], "
-        "tried on made-up endpoints\n"
+        "in a trial on test endpoints\n"
     )
     out, err = io.StringIO(), io.StringIO()
     assert check_config(CheckFlags(file=str(config)), out, err) == 1

@@ -19,10 +19,10 @@ def test_the_decisions_of_a_live_picker_are_the_same_again(tmp_path, capsys):
     write(tmp_path / "capture", 120)
     assert sim(tmp_path / "capture", "--out", tmp_path / "out") == 0
     printed = capsys.readouterr().out
-    assert "decided by what was in force\n120 decisions, 120 the same again (100.00%)\n" in printed
+    assert "decided by what was in force\n120 decisions, 120 repeated (100.00%)\n" in printed
     summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
     assert (summary["schema"], summary["decisions"], summary["changed"]) == (1, 120, 0)
-    assert "120 the same again" in (tmp_path / "out" / "report.md").read_text()
+    assert "120 repeated" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_another_configuration_decides_otherwise(tmp_path, capsys):
@@ -40,7 +40,7 @@ def test_another_configuration_decides_otherwise(tmp_path, capsys):
     [
         (["capture", "--config", "round-robin"], "is no configuration"),
         (["file"], "Expected the directory of a live capture"),
-        (["empty"], "expected files of a capture"),
+        (["empty"], "expected the files of a capture"),
         (["capture", "--config", "nothing.yaml"], "neither a file nor"),
     ],
 )

@@ -145,7 +145,7 @@ def test_what_is_no_configuration_is_told_and_not_measured():
     search = searched(watching, trials=4 * BATCH)
     refused = [one for one in search.trials if one.refused]
     assert refused
-    assert all("the all weights of profile default are 0" in one.refused for one in refused)
+    assert all("all weights of profile default are 0" in one.refused for one in refused)
     assert all(not one.costs and one.cost == math.inf for one in refused)
     assert not {one.policy.name for one in refused} & {one.name for one in seen}
 

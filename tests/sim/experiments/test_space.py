@@ -113,7 +113,7 @@ def test_whatever_is_drawn_is_a_configuration_or_has_no_weight(data):
         if one.what is What.WEIGHT
     )
     if off:
-        with pytest.raises(ConfigError, match="the all weights of profile default are 0"):
+        with pytest.raises(ConfigError, match="all weights of profile default are 0"):
             source.load()
         return
     scorers = {scorer.name: scorer for scorer in source.load().profile.scorers}

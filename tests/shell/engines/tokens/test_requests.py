@@ -227,7 +227,7 @@ async def test_without_an_index_that_reads_them_nobody_waits(tmp_path):
             await call.end()
             assert running.picker.tokens.resolver is None
             assert fake.asked == []
-            told = [line for line in running.lines if "no request waits" in line["event"]]
+            told = [line for line in running.lines if "reads token ids" in line["event"]]
             assert len(told) == 1
             assert "config.yaml" in told[0]["event"]
 

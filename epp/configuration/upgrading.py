@@ -1,9 +1,8 @@
 """Rewriting of documents with renamed, moved or removed parts into the form that llm-d-router loads
 today.
 
-The text is edited in place, so that comments, order and layout stay. One change is made at a time,
-and the document is parsed again before the next one, because positions in it are valid only until
-then.
+The text is edited in place, so that comments, order and layout stay. One change is made at a time.
+The document is parsed again before the next one, because a change moves positions.
 """
 
 import json

@@ -1,9 +1,9 @@
 """The events of a capture: a scheduler's inputs and decisions, one event per line, in order.
 
-A scheduler with the same seed that receives them in the same order decides the same again, because
-it has no clock and no unseeded randomness. Text written by clients is not in the events. Models,
-sessions and salts are keyed hashes. So are the blocks of the requests, which are in the request
-lines of the capture.
+A scheduler with the same seed that receives them in the same order decides the same again. It has
+no clock and no unseeded randomness. Text written by clients is not in the events. Models, sessions
+and salts are keyed hashes. So are the blocks of the requests, which are in the request lines of the
+capture.
 """
 
 from array import array

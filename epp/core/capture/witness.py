@@ -69,8 +69,9 @@ class Sample:
     """A selection of the captured requests by whole sessions or whole conversations.
 
     The key is the session that the client names. Without one, it is the text up to the end of the
-    user's first message, which is the same at each turn, or else the first block. All requests of a
-    session are thus captured together, and a fair part of the content that sessions share remains.
+    user's first message, which is the same at each turn. Without such a message, it is the first
+    block. All requests of a session are thus captured together, and a fair part of the content that
+    sessions share remains.
     """
 
     def __init__(self, share: float, secret: int) -> None:

@@ -76,7 +76,7 @@ class Scorer(Plugin, Protocol):
 
         None has the same meaning as NaN for all candidates, and is faster. Never called with n = 0.
         The framework clamps the scores. It replaces an unknown score by the median of the known
-        ones, or by 0.5 if none is known, so a scorer only passes NaN on.
+        ones, or by 0.5 if none is known. A scorer only passes NaN on.
         """
         ...
 

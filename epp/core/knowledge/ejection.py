@@ -59,8 +59,8 @@ class OutlierEjection(Parameters, frozen=True):
     more errors are needed: as many as occur in a row by chance once in ten thousand.
     """
     failure_percent: Annotated[float, Meta(gt=0, le=100)] = 50.0
-    """Share of errors among the answers of the last `window` from which an endpoint is failing, if
-    the other endpoints in service have less than half of it.
+    """Share of errors among the answers of the last `window` from which an endpoint is failing. The
+    other endpoints in service must have less than half of it.
     """
     requests_min: Annotated[int, Meta(ge=2)] = 10
     """Minimum number of answers in the window before their share of errors counts."""

@@ -7,11 +7,10 @@ that hold it, as one integer with a bit for each place. A look-up walks the keys
 its beginning and drops every place that lacks the next key.
 
 **Events are exact, and late.** An engine sends events after a step has run, so after queue and
-prefill. Decisions of the last seconds are therefore kept in a second index, an index of decisions
-with a short time to live, and count in addition. The time to live grows with the delay of the
-endpoint's events. To measure it, the index sometimes waits for the event of a decision, until the
-engine reports that decision or a later one. An endpoint that is later than `LATE_S_MAX` does not
-count as complete.
+prefill. A second index therefore keeps the decisions of the last seconds, with a short time to
+live. Both indexes count. The time to live grows with the delay of the endpoint's events. To measure
+it, the index sometimes waits for the event of a decision, until the engine reports that decision or
+a later one. An endpoint that is later than `LATE_S_MAX` does not count as complete.
 
 **Streams that do not count.** `set_stream` sets the state of each endpoint's stream. An endpoint
 without a stream has no entries here, and the index of decisions answers for it (`joined`). If an

@@ -11,8 +11,9 @@ as all of the engine's requests are ours or those of peers, which spread like ou
 count of requests shows how many others there are. The others may have found everything or nothing,
 which gives a range for our share. The error is the distance of the prediction from that range.
 
-**Counters are not trusted.** A window does not count if a counter stands still while requests are
-sent, falls, or shows more found than looked-up tokens. The endpoint's verdict says so.
+**Counters are not trusted.** A window does not count if a counter falls, or stands still while
+requests are sent. It does not count either if more tokens were found than looked up. The endpoint's
+verdict says so.
 
 **Old results are not shown.** An endpoint with too few requests is not compared until it gets more.
 

@@ -2,9 +2,9 @@
 
 An adapter and its base model share no blocks, so mistaking one for the other predicts wrong hits.
 Engines name the adapter of a block, and their scrapes name the loaded adapters. Nothing lists the
-names of the base model. If adapters are served, an unknown name may be either. It is a name of the
-base model once an engine caches a prompt requested under it as the base model's, if that prompt was
-not cached before.
+names of the base model. If adapters are served, an unknown name may be either. A prompt requested
+under that name decides, if it was not cached before. Once an engine caches it as the base model's,
+the name is one of the base model.
 """
 
 from collections import OrderedDict, deque

@@ -1,8 +1,8 @@
 """The approximate prefix index: estimates of the prompt prefixes that each endpoint has cached.
 
 The index receives nothing from the engines. It assumes that an endpoint holds the prompts that were
-routed to it, until they are older than the TTL or displaced by newer prompts, or the endpoint
-restarts (design D5).
+routed to it (design D5). A prompt is dropped when it is older than the TTL, when newer prompts
+displace it, or when the endpoint restarts.
 
 **A compressed tree.** A block's hash is chained (`core/prompt/blocks`), so it identifies the whole
 prompt up to that block. One flat dict from the first hash of each run of blocks to its node
@@ -76,7 +76,7 @@ _RECORD_BYTES: Final = 42
 """Size of one entry of a slot's queue with its stamp."""
 
 _SHRINK_HOLDINGS_MAX: Final = 512
-"""Maximum number of holdings that one `record` removes for the memory limit; it never adds more."""
+"""Maximum number of holdings that one `record` removes for the memory limit; it never adds as many."""
 _SEARCHED_MAX: Final = 4_096
 """Maximum number of prompts of an endpoint that `retract` searches for one that it must keep."""
 

@@ -1,8 +1,8 @@
 """Rendezvous hashing: an order of endpoints for a key, which is equal for all that know both.
 
-Each endpoint's weight is a hash of the key and of its identity, and the highest wins (Thaler and
-Ravishankar, "Using name-based mappings to increase hit rates", 1998). It needs no memory and no
-communication. An endpoint that leaves changes only the keys that it had won.
+Each endpoint's weight is a hash of the key and of its identity, and the highest wins. The scheme is
+by Thaler and Ravishankar ("Using name-based mappings to increase hit rates", 1998). It needs no
+memory and no communication. An endpoint that leaves changes only the keys that it had won.
 """
 
 from typing import Final, TypeAlias

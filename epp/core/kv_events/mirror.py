@@ -10,7 +10,7 @@ ours, the mirror keeps the hash of that step, because other prompts continue the
 inside a step, as most blocks of one token do, the mirror also keeps the tokens after the last full
 step. Each such block has its own copy, which is smaller than a reference to its neighbours' tokens
 and outlives them. One of our blocks counts as cached while the engine's block in which it ends is
-cached, because engines evict the end of a prompt before its beginning.
+cached. This is enough, because engines evict the end of a prompt before its beginning.
 
 **Copies.** One hash may belong to several physical blocks, and each copy is stored and removed. If
 the copies exceed the engine's number of blocks, its stores and removals do not balance

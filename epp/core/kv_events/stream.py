@@ -173,7 +173,7 @@ class KVEventStream:
         vain.
         """
         self._confirm_after_s: Seconds = -math.inf
-        """Time that a scrape must exceed, with the same process, before replayed frames are
+        """Time after which a scrape must show the same process, before replayed frames are
         appended.
         """
         self._confirmed = True

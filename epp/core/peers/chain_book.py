@@ -1,8 +1,7 @@
 """A book of chains that were sent before, so that only the new end of a chain must be sent.
 
-A chain of hashes is found by the hash at its end and at every `STEP_BYTES`, because prompts of many
-users share a preamble and differ at the end. Sender and receivers each keep a book of the same
-chains.
+A chain of hashes is found by the hash at its end and at every `STEP_BYTES`. Prompts of many users
+share a preamble and differ at the end. Sender and receivers each keep a book of the same chains.
 """
 
 from typing import Final

@@ -183,7 +183,7 @@ def test_what_is_missing_is_counted():
     told = " / ".join(again.result.caveats())
     assert "1 decisions are left out" in told
     assert "3 events are missing" in told
-    assert "2 times a peer" in told
+    assert "2 records shared by peers" in told
 
 
 def test_events_before_any_configuration_are_lost():

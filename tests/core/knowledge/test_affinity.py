@@ -83,7 +83,7 @@ def test_the_first_source_that_a_request_has_names_its_session():
         ({"headerName": "x-a", "cookieName": "b"}, "set only one of the two"),
         ({"sources": [{}]}, "either header or attribute"),
         ({"sources": [{"header": "x", "attribute": "SessionIDDataKey"}]}, "either header or"),
-        ({"sources": [{"attribute": "agent-identity"}]}, "nothing here tells"),
+        ({"sources": [{"attribute": "agent-identity"}]}, "no producer provides"),
         ({"sources": [{"header": "x"}] * 17}, "length <= 16"),
     ],
 )
@@ -225,7 +225,7 @@ def test_settings_open_and_adopt_their_own_kind_only():
         index.resize(0, 1, 1)
         with pytest.raises(msgspec.ValidationError, match="unknown"):
             msgspec.convert({"unknown": 1}, type(settings))
-    with pytest.raises(ValueError, match="ttl must be a duration above 0s"):
+    with pytest.raises(ValueError, match="ttl is .*; it must be a duration above 0s"):
         SessionIndexSettings(ttl=Duration(0))
 
 

@@ -62,11 +62,11 @@ def test_all_that_the_samples_of_the_field_write_is_read():
     [
         ({"indexerConfig": {"kvBlockIndexConfig": {"redisConfig": {}}}}, "remove `redisConfig`"),
         ({"indexerConfig": {"tokenizersPoolConfig": {}}}, "token-producer"),
-        ({"speculativeTTL": "0s"}, "speculativeTTL must be a duration above 0s"),
+        ({"speculativeTTL": "0s"}, "speculativeTTL is 0.0s; it must be a duration above 0s"),
         ({"kvEventsConfig": {"engineType": "other"}}, "other"),
         (
             {"kvEventsConfig": {"zmqEndpoint": "tcp://picker:5557"}},
-            "zmqEndpoint is 'tcp://picker:5557', expected",
+            "zmqEndpoint is 'tcp://picker:5557'; expected",
         ),
         ({"kvEventsConfig": {"zmqEndpoint": "ipc:///tmp/x"}}, "expected tcp://ADDRESS:PORT"),
         ({"kvEventsConfig": {"zmqEndpoint": "tcp://*:70000"}}, "expected tcp://ADDRESS:PORT"),

@@ -93,7 +93,7 @@ _COUNTS: Final = frozenset({StreamState.REPLAYING, StreamState.LIVE})
 
 
 class ExactIndexSettings(PrecisePrefixCacheParameters, frozen=True):
-    """The settings of `precise-prefix-cache-producer`."""
+    """`precise-prefix-cache-producer`: an index of the cached prefixes that engines report."""
 
     type_name: ClassVar[str] = "precise-prefix-cache-producer"
     abilities: ClassVar[Abilities] = Abilities(

@@ -98,8 +98,9 @@ _SINGLE_BITS_MAX: Final = 12
 class PrefixIndexSettings(
     Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True
 ):
-    """`approx-prefix-cache-producer`; parameters as in the reference picker, and three additional
-    ones.
+    """`approx-prefix-cache-producer`: an index that estimates the cached prefixes of each endpoint.
+
+    It uses past decisions. Parameters are those of the reference picker, and three additional ones.
     """
 
     type_name: ClassVar[str] = "approx-prefix-cache-producer"

@@ -202,7 +202,8 @@ class _Document:
             return
         before = self.text.rfind("\n", 0, start) + 1
         if parent.flow_style or self.text[before:start].strip():
-            # Within a line, remove up to the next member, or from the previous one on.
+            # Remove up to the next member, or from the previous one on, if the member is within a
+            # line.
             if at + 1 < len(entries):
                 end = entries[at + 1][0].start_mark.index
             else:

@@ -93,7 +93,7 @@ def agreed_scores(candidates: Candidates, key: int) -> Floats:
     weights = candidates.rendezvous(key)
     winner = int(weights.argmax())
     if inflight.item(winner) > most:
-        # At least one endpoint is not above the mean, so the list cannot become empty.
+        # One endpoint or more is not above the mean, so the list cannot become empty.
         weights[inflight > most] = 0
         winner = int(weights.argmax())
     scores = np.zeros(len(weights))

@@ -24,9 +24,9 @@ class DataParallelRank(Parameters, frozen=True):
     ranks have as much, or none has any, the engine's own balancer chooses. A client's header of
     that name is removed.
 
-    A popular prompt does not overload its rank. Of the running requests that this picker placed, a
-    rank receives at most `maxRequestsAhead` more than the rank with the fewest. The rank that
-    serves the next one also caches the prompt, so several ranks soon have it.
+    A popular prompt does not overload its rank. A rank receives at most `maxRequestsAhead` more of
+    this picker's running requests than the rank with the fewest. The rank that serves the next one
+    also caches the prompt, so several ranks soon have it.
 
     With fallback endpoints, the named rank exists at each of them, because an engine refuses a
     request for a rank that it does not have.

@@ -274,10 +274,10 @@ def _by_residency(adapters: AdapterColumns, adapter: str) -> Floats:
 class NoHitLru(Parameters, frozen=True):
     """Spread unknown prompts: prefer the endpoint that received such a prompt the longest ago.
 
-    For a prompt that any endpoint has cached, the score is 0.5 for all. Otherwise it is 1 - rank /
-    (n - 1). Endpoints that never received an unknown prompt rank first, in their order, then the
-    others, least recent first. The rank is among the candidates. The reference picker also counts
-    other endpoints, which gives the same order.
+    The score is 0.5 for all if any endpoint has the prompt cached. Otherwise it is `1 -
+    rank/(n-1)`. Endpoints that never received an unknown prompt rank first, in their order, then
+    the others, least recent first. The rank is among the candidates. The reference picker also
+    counts other endpoints, which gives the same score if no endpoint was filtered out.
     """
 
     type_name: ClassVar[str] = "no-hit-lru-scorer"

@@ -349,7 +349,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
                 computed.append(row)
             else:
                 failures.returned(scorer.name, "score", array_fault(found, FLOATS, n))
-        # For arrays as long as a pool, np.clip costs four times as much; Python floats as bounds
+        # np.clip costs four times as much for arrays as long as a pool, and Python floats as bounds
         # cost twice as much.
         np.maximum(scores, _LEAST, out=scores)
         np.minimum(scores, _MOST, out=scores)
@@ -421,7 +421,7 @@ def fill_unknown(scores: Floats) -> None:
         scores.fill(UNKNOWN)
         return
     known = scores[~unknown]
-    # For arrays as long as a pool, numpy's median takes twenty times as long.
+    # numpy's median takes twenty times as long for arrays as long as a pool.
     known.sort()
     middle = len(known) // 2
     scores[unknown] = (known[middle] + known[-1 - middle]) / 2

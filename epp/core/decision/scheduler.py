@@ -947,7 +947,7 @@ class Scheduler:
         if self.keeps_costs:
             columns = self.pool.columns
             load = columns.last_load
-            # In these cases a cost depends on more than the stored numbers of two endpoints. A
+            # A cost depends on more than the stored numbers of two endpoints in these cases: a
             # scorer uses the median of other endpoints if a report is missing or old. The code is
             # inlined, because every request runs it.
             if (

@@ -57,7 +57,7 @@ class AnswerLengths:
                 return
             known = self._slots[slot] = _Slot()
         answers = answers_total - known.answers_total
-        # On most pages no answer has ended.
+        # No answer has ended since the last page, as in most cases.
         if answers == 0.0:
             return
         tokens = tokens_total - known.tokens_total

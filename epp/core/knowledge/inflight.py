@@ -186,7 +186,7 @@ class _Backlog:
             self.first_outputs.assumed()
             return
         self.drained.append(first)
-        # After this time evidence may be absent for long.
+        # Evidence may be absent for long after this time.
         until_s = self.scraped_at_s + PAGE_S_MAX if counted else self.shown_at_s + SHOWN_S_MAX
         while self.drained and now > until_s:
             assumed = self.drained.popleft()
@@ -278,8 +278,8 @@ class InflightLedger:
         if backlog.first_outputs.counted or adapters_reported or not lease.request.stream:
             self._release_prefill(lease, now, computed=True)
             return
-        # Without a counter on pages, the first outputs of the other streamed requests are not known
-        # to have come.
+        # The first outputs of the other streamed requests are not known to have come, because no
+        # page counts them.
         self._drain(lease.slot, now)
         backlog.shown_at_s = now
         left = self._columns.prefill_backlog_tokens.item(lease.slot) + backlog.restore()

@@ -424,7 +424,7 @@ class PrefixIndex:
         since = self._stamp
         held: list[int] = []
         for chain in self._chains(request):
-            # Up to Python 3.11 a comprehension costs one more call, and every request runs this
+            # A comprehension costs one more call up to Python 3.11, and every request runs this
             # code.
             held.append(self._record_chain(chain, to, now))  # noqa: PERF401
         return since, self._stamp, held

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 import msgspec
+from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -28,7 +29,7 @@ from sim.traces.plausibility import warnings_of
 from sim.traces.reading import LineFormat, Trace
 from sim.traces.reading_flags import add_reading_flags, read_options
 from sim.traces.standard import STANDARD, Drawing
-from sim.traces.workloads import ClosedLoad
+from sim.traces.workloads import ClosedLoad, cannot_be_steady
 
 _PODS_MAX: Final = 1000
 _SALT_BYTES: Final = 32
@@ -102,6 +103,8 @@ def _add_generate(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="coefficient of variation of the gaps: 0 even, 1 Poisson, above 1 bursts",
     )
     add("--duration", type=_rate, metavar="S", help="with --rate: seconds (default: 300)")
+    add("--steady", action="store_true", help="constant traffic: sessions are under way at the "
+        "start, and no request arrives after the end; needs a workload with one rate, or --rate")  # fmt: skip
     add("--seed", type=int, default=1)
     add("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run(_generate))
@@ -206,7 +209,7 @@ def _drawing(options: argparse.Namespace) -> Drawing:
     waits = isinstance(STANDARD[options.kind].load, ClosedLoad)
     if options.burstiness is not None and waits and not options.rate:
         raise _OptionsError(f"--burstiness needs --rate: {options.kind} waits for its answers.")
-    return Drawing(
+    drawing = Drawing(
         kind=options.kind,
         seed=options.seed,
         requests=options.requests,
@@ -214,6 +217,11 @@ def _drawing(options: argparse.Namespace) -> Drawing:
         duration_s=options.duration,
         burstiness=options.burstiness,
     )
+    if not options.steady:
+        return drawing
+    if problem := cannot_be_steady(drawing.generated().workload):
+        raise _OptionsError(f"--steady with {options.kind}: {problem}.")
+    return replace(drawing, steady=True)
 
 
 def _convert(options: argparse.Namespace, console: Console) -> int:

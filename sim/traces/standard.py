@@ -21,6 +21,7 @@ from sim.traces.workloads import (
     SharedPrefix,
     Stage,
     Workload,
+    cannot_be_steady,
 )
 
 
@@ -272,6 +273,8 @@ class Drawing(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """None: 300 s, or until there are `requests`."""
     burstiness: Annotated[float, Meta(ge=0, le=100)] | None = None
     """Instead of the load's own; only of one that does not wait for answers."""
+    steady: bool = False
+    """Sessions are under way at the start, and no request arrives after the end."""
 
     def generated(self) -> Generated:
         """The workload. Raises `FieldError` if there is none of this kind, or not with such a load."""
@@ -287,4 +290,8 @@ class Drawing(Struct, frozen=True, kw_only=True, omit_defaults=True):
                 raise FieldError("workload.burstiness", "Expected a load that waits for no answers")
             load = replace(load, burstiness=self.burstiness)
         workload = replace(workload, load=load)
-        return Generated(workload=workload, seed=self.seed, requests_max=self.requests)
+        if self.steady and (problem := cannot_be_steady(workload)):
+            raise FieldError("workload.steady", problem)
+        return Generated(
+            workload=workload, seed=self.seed, requests_max=self.requests, steady=self.steady
+        )

@@ -6,13 +6,14 @@ prompts through bytes stay exact for 16 million stretches of text.
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import accumulate, count, islice, repeat
+from itertools import accumulate, count, islice, repeat, takewhile
 from random import Random
+from typing import Final
 
 from msgspec import Struct, structs
 
 from epp.core.types import Seconds
-from sim.traces.arrival import Arrival
+from sim.traces.arrival import Arrival, FieldError
 from sim.traces.lengths import Spread, fixed
 from sim.traces.sessions import Session, Turn, arrival_of, merge
 
@@ -161,10 +162,13 @@ class Generated(Struct, frozen=True, kw_only=True):
     seed: int | None = None
     """The one that the file names; None: it names none."""
     requests_max: int | None = None
+    steady: bool = False
+    """As `steady_arrivals` draws it."""
 
     def arrivals(self, seed: int) -> Iterator[Arrival]:
         """The requests that `seed` draws, in order of time."""
-        return arrivals(self.workload, seed, self.requests_max)
+        drawn = steady_arrivals if self.steady else arrivals
+        return drawn(self.workload, seed, self.requests_max)
 
 
 def arrivals(workload: Workload, seed: int, requests_max: int | None = None) -> Iterator[Arrival]:
@@ -184,6 +188,68 @@ def arrivals(workload: Workload, seed: int, requests_max: int | None = None) -> 
             _rounds(source, content.groups * content.prompts_per_group, times), requests_max
         )
     return merge((Session(start_s=at, turns=source(0, 1)) for at in times), requests_max)
+
+
+HISTORY_S_MAX: Final[Seconds] = 3600.0
+"""Longest time before a steady trace for which sessions are drawn. Longer sessions are too rare in it."""
+_SESSIONS_MEASURED: Final = 200
+"""Sessions from which the length of a session is estimated."""
+
+
+def steady_arrivals(
+    workload: Workload, seed: int, requests_max: int | None = None
+) -> Iterator[Arrival]:
+    """Return the requests of `workload` at a constant rate, in order of time.
+
+    Sessions that began before the trace are under way at its start: the trace has their remaining
+    turns. No request arrives after the last second of the load. All times assume that answers take
+    no time. Raises `FieldError` if `cannot_be_steady` gives a reason.
+    """
+    problem = cannot_be_steady(workload)
+    if problem:
+        raise FieldError("workload.steady", problem)
+    load = workload.load
+    assert isinstance(load, OpenLoad)
+    [stage] = load.stages
+    history_s = _session_s_max(workload.content, seed)
+    longer = structs.replace(stage, duration_s=history_s + stage.duration_s)
+    whole = structs.replace(workload, load=structs.replace(load, stages=(longer,)))
+    end_s = history_s + stage.duration_s
+    in_time = takewhile(lambda one: one.time_s < end_s, arrivals(whole, seed))
+    return islice(_without_history(in_time, history_s), requests_max)
+
+
+def cannot_be_steady(workload: Workload) -> str:
+    """Return why a trace of `workload` cannot be steady, as a sentence; "" if it can."""
+    content, load = workload.content, workload.load
+    if isinstance(content, SharedPrefix) and content.multi_turn:
+        return "Expected sessions that end: its users talk for as long as the trace lasts"
+    if not isinstance(load, OpenLoad):
+        return "Expected a rate: its requests wait for answers"
+    if len(load.stages) != 1:
+        return "Expected one rate: its load has several stages"
+    return ""
+
+
+def _session_s_max(content: Content, seed: int) -> Seconds:
+    """Return how long the longest of some sessions lasts if answers take no time."""
+    source = _source(content, seed, Adapters())
+    lengths_s = (
+        max((one.time_s for one in merge([Session(turns=source(0, 1))])), default=0.0)
+        for _ in range(_SESSIONS_MEASURED)
+    )
+    return min(max(lengths_s), HISTORY_S_MAX)
+
+
+def _without_history(given: Iterator[Arrival], history_s: Seconds) -> Iterator[Arrival]:
+    """Leave out what arrives before `history_s`, and count index and time from there."""
+    numbers: dict[int, int] = {}
+    for one in given:
+        if one.time_s < history_s:
+            continue
+        number = numbers[one.index] = len(numbers)
+        after = None if one.after is None else numbers.get(one.after)
+        yield structs.replace(one, index=number, time_s=one.time_s - history_s, after=after)
 
 
 _Source = Callable[[int, int], Iterator[Turn]]

@@ -282,3 +282,19 @@ def test_a_wrong_command_line_exits_with_2(arguments):
     with pytest.raises(SystemExit) as caught:
         run(*arguments)
     assert caught.value.code == 2
+
+
+def test_generate_writes_steady_traffic(tmp_path, capsys):
+    """As the capture's own draw has it; the file says that it is steady."""
+    out = tmp_path / "out.jsonl"
+    flags = ("--rate", 5, "--duration", 60, "--steady")
+    assert run("generate", "interactive-chat", *flags, "--out", out) == 0
+    trace = open_trace(out)
+    read, generated = list(trace), trace.generated()
+    assert generated is not None
+    assert generated.steady
+    drawn = list(generated.arrivals(1))
+    assert [(one.turn, one.after) for one in read] == [(one.turn, one.after) for one in drawn]
+    assert any(one.turn and one.after is None for one in read)
+    assert run("generate", "multi-turn", *flags, "--out", tmp_path / "other.jsonl") == 2
+    assert "--steady with multi-turn: Expected sessions that end" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from sim.traces.arrival import FieldError
 from sim.traces.lengths import Spread
 from sim.traces.prompts import request_of, request_through_bytes
-from sim.traces.standard import STANDARD
+from sim.traces.standard import STANDARD, Drawing
 from sim.traces.workloads import OpenLoad, Stage, arrivals
 
 NAMES = sorted(STANDARD)
@@ -186,3 +186,55 @@ def test_limits_that_cannot_be_are_refused():
     """The smallest above the largest."""
     with pytest.raises(FieldError, match="Expected 0 <= min <= max"):
         Spread(mean=1, min=3, max=2)
+
+
+def steady_chat(duration_s=600.0, seed=1):
+    drawing = Drawing(
+        kind="interactive-chat", rate_per_s=4.0, duration_s=duration_s, seed=seed, steady=True
+    )
+    return list(drawing.generated().arrivals(seed))
+
+
+def test_steady_traffic_has_sessions_under_way_and_ends():
+    """Each third has about the same number of requests; without the flag a tail follows the end."""
+    found = steady_chat()
+    assert found[0].time_s >= 0.0
+    assert found[-1].time_s < 600.0
+    thirds = Counter(int(one.time_s // 200.0) for one in found)
+    assert max(thirds.values()) < 1.1 * min(thirds.values())
+    early = [one for one in found if one.time_s < 5.0]
+    assert sum(one.turn > 0 for one in early) > sum(one.turn == 0 for one in early)
+    usual = Drawing(kind="interactive-chat", rate_per_s=4.0, duration_s=600.0)
+    assert list(usual.generated().arrivals(1))[-1].time_s > 700.0
+
+
+def test_turns_of_steady_traffic_wait_for_answers_in_the_trace():
+    """The first turn in the trace waits for nothing, later ones wait for the one before."""
+    found = steady_chat(duration_s=200.0)
+    assert [one.index for one in found] == list(range(len(found)))
+    latest = {}
+    for one in found:
+        before = latest.get(one.session)
+        assert one.after == before
+        latest[one.session] = one.index
+
+
+def test_each_seed_draws_other_steady_traffic():
+    """And one seed always the same."""
+    assert steady_chat(100.0) == steady_chat(100.0)
+    assert steady_chat(100.0) != steady_chat(100.0, seed=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("multi-turn", "Expected sessions that end"),
+        ("rag", "Expected a rate"),
+        ("b2b", "Expected one rate"),
+    ],
+)
+def test_a_workload_that_cannot_be_steady_is_refused(kind, told):
+    """With the reason."""
+    with pytest.raises(FieldError) as refused:
+        Drawing(kind=kind, steady=True).generated()
+    assert refused.value.expected.startswith(told)

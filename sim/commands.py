@@ -24,6 +24,7 @@ from sim.experiments.jobs import JobError
 from sim.experiments.leaderboard import command as leaderboard
 from sim.experiments.scenario_file import ScenarioError
 from sim.experiments.space import SpaceError
+from sim.measurement.objectives import NAMES, SHARES
 from sim.output import OutputError
 from sim.pods import command as serve_command
 from sim.sentences import failed, sentence_of
@@ -33,6 +34,7 @@ from sim.truth import validate
 
 _MISSING: Final = "the following arguments are required: "
 _TOO_MANY: Final = "unrecognized arguments: "
+_SLO: Final = "--slo"
 _NO_VALUE: Final = "expected one argument"
 """What argparse says of arguments that were not given, that nobody takes, and of a flag alone."""
 
@@ -83,13 +85,22 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Refuses unknown flags where they stand; argparse first misses what they leave unsaid."""
         arguments = list(sys.argv[1:] if args is None else args)
-        for argument in arguments:
-            name = argument.partition("=")[0]
+        for at, argument in enumerate(arguments):
+            name, _, value = argument.partition("=")
             if argument == "--" or (self._subparsers and not argument.startswith("-")):
                 break  # what follows are no flags, or those of a command
             if name.startswith("--") and name not in self._option_string_actions:
-                self.error(f"unknown flag {name}{nearest(name, self._option_string_actions)}")
+                value = value or "".join(arguments[at + 1 : at + 2])
+                self.error(f"unknown flag {name}{self._meant_by(name, value)}")
         return super().parse_known_args(arguments, namespace)
+
+    def _meant_by(self, name: str, value: str) -> str:
+        """Return which flag `name` may have meant, as the end of a sentence; "" if none is near."""
+        slo = name.removeprefix("--").replace("_", "-")
+        if _SLO in self._option_string_actions and slo in NAMES:
+            limit = value if value[:1].isdigit() else "SHARE" if slo in SHARES else "SECONDS"
+            return f", write it as `{_SLO} {slo}={limit}`"
+        return nearest(name, self._option_string_actions)
 
     def error(self, message: str) -> NoReturn:
         """Without the usage, a screen of flags under which the sentence would be looked for."""

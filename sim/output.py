@@ -35,7 +35,7 @@ class OutputError(Exception):
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
     """Where to write; `open_folder` takes them."""
-    add = parser.add_argument
+    add = parser.add_argument_group("Output").add_argument
     add("--out", type=Path, metavar="DIR", help="write the results there; must be empty")
     add("--force", action="store_true", help="replace the results that are in DIR already")
 

@@ -135,7 +135,7 @@ def ranks_of(features: Iterable[Feature]) -> int:
     return next((feature.count for feature in features if isinstance(feature, Ranks)), 1)
 
 
-def add_feature_flag(parser: argparse.ArgumentParser) -> None:
+def add_feature_flag(parser: "argparse._ActionsContainer") -> None:
     """`--engine`: the texts, for `features_named` when all are there."""
     parser.add_argument(
         "--engine",

@@ -50,8 +50,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "the first seed replays it as it is and the others resamples of it.",
         allow_abbrev=False,
     )
-    add_run_options(parser, several_replicas=True)
-    add = parser.add_argument
+    add = parser.add_argument_group("Configurations").add_argument
     add(
         "--config",
         action="append",
@@ -60,6 +59,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="repeat, or give several --replicas; the others are compared with the first. "
         + POLICY_HELP,
     )
+    add_run_options(parser, several_replicas=True)
     add_experiment_options(parser)
     parser.set_defaults(run=run)
 

@@ -291,20 +291,11 @@ def varied_between(runs: Sequence[ComparedRun]) -> Varied:
 
 def add_experiment_options(parser: argparse.ArgumentParser) -> None:
     """How often each configuration is run, on how many processes, and where to write."""
-    parser.add_argument(
-        "--seeds",
-        type=count_of_runs,
-        default=5,
-        metavar="K",
-        help="how many, each a run with traffic and dice of its own (5)",
-    )
-    parser.add_argument("--seed", type=int, default=1, help="the first of them (1)")
+    add = parser.add_argument_group("Runs").add_argument
+    add("--seeds", type=count_of_runs, default=5, metavar="K",
+        help="number of runs of each configuration, each with other traffic (5)")  # fmt: skip
+    add("--seed", type=int, default=1, help="the first of the seeds (1)")
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument(
-        "--workers",
-        type=count_of_runs,
-        default=cores,
-        metavar="N",
-        help=f"processes (all cores: {cores})",
-    )
+    add("--workers", type=count_of_runs, default=cores, metavar="N",
+        help=f"processes (all cores: {cores})")  # fmt: skip
     add_output_options(parser)

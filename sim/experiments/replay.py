@@ -48,11 +48,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description="Replay TRACE through a scheduling configuration over simulated vLLM pods.",
         allow_abbrev=False,
     )
-    add_run_options(parser)
-    add = parser.add_argument
+    add = parser.add_argument_group("Configuration and records").add_argument
     add("--config", metavar="FILE|NAME", help=f"{POLICY_HELP} ({DEFAULT_POLICY})")
     add("--seed", type=int, default=1, help="decides everything that is drawn (1)")
-    add_output_options(parser)
     add(
         "--decisions",
         action=argparse.BooleanOptionalAction,
@@ -78,6 +76,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="no simulation: TRACE is the directory of a live capture, and each decision in it is "
         "made again by the configuration that made it, or by --config, and compared",
     )
+    add_run_options(parser)
+    add_output_options(parser)
     parser.set_defaults(run=run)
 
 

@@ -49,97 +49,123 @@ RUNS_MAX: Final = 1_000
 POLICY_HELP: Final = "an EndpointPickerConfig in a file, or a name that sim strategies lists"
 
 
-def add_run_options(parser: argparse.ArgumentParser, *, several_replicas: bool = False) -> None:
-    """What is replayed, on what, and what separates the picker's view from the truth.
+def add_run_options(
+    parser: argparse.ArgumentParser, *, several_replicas: bool = False, trace_required: bool = True
+) -> None:
+    """Add the flags that describe a run, in groups: trace, pods, pickers, delays, failures, figures.
 
-    `several_replicas`: numbers of pickers to be compared, a tuple, in the place of one.
+    `several_replicas`: --replicas takes a list of numbers to compare. `trace_required`: False if
+    the command can also do without TRACE, which is None then.
     """
-    add = parser.add_argument
-    add("trace", metavar="TRACE", help="a trace file; the format is found by its content")
+    parser.add_argument("trace", metavar="TRACE", nargs=None if trace_required else "?",
+        help="a trace file; the format is found by its content")  # fmt: skip
+    _add_traffic_options(parser)
     add_reading_flags(parser, "--trace-format")
+    _add_pod_options(parser)
+    _add_picker_options(parser, several_replicas=several_replicas)
+    _add_delay_options(parser)
+    _add_failure_options(parser)
+    _add_figure_options(parser)
+
+
+def _add_traffic_options(parser: argparse.ArgumentParser) -> None:
+    """Which requests of the trace are sent, and when."""
+    add = parser.add_argument_group("Traffic").add_argument
+    add("--requests", type=_count, metavar="N", help="only the first N requests")
+    add("--speed", type=_positive, default=1.0, metavar="X", help="requests arrive X times as fast")
+    add("--jitter", type=_seconds, metavar="S",
+        help="spread arrivals over S seconds (default: the grid of the trace's clock)")  # fmt: skip
+    add("--through", choices=("hashes", "bytes"), default="hashes",
+        help="bytes: the production parser also reads the body of each request (hashes)")  # fmt: skip
     add("--no-cache", action="store_true", help="read the trace's own file even if it is large: "
         "else it is kept as it was read in $XDG_CACHE_HOME or ~/.cache, in homing/traces")  # fmt: skip
-    add("--requests", type=_count, metavar="N", help="only the first N requests")
-    add(
-        "--jitter",
-        type=_seconds,
-        metavar="S",
-        help="spread arrivals over so many seconds (default: the grid of the trace's clock)",
-    )
-    add("--speed", type=_positive, default=1.0, metavar="X", help="requests arrive X times as fast")
-    add("--through", choices=("hashes", "bytes"), default="hashes", help="bytes: parse bodies too")
-    add(
-        "--profile",
-        action="append",
-        type=profile_named,
-        metavar="NAME|FILE.toml",
-        help=f"model and GPU, {DEFAULT_PROFILE} if none; of several, pods take turns",
-    )
-    add("--pods", type=_pods, metavar="N", help=f"how many pods ({PODS})")
+
+
+def _add_pod_options(parser: argparse.ArgumentParser) -> None:
+    """The simulated pods."""
+    group = parser.add_argument_group("Pods")
+    add = group.add_argument
+    add("--profile", action="append", type=profile_named, metavar="NAME|FILE.toml",
+        help=f"model and GPU of the pods; several: pods alternate ({DEFAULT_PROFILE})")  # fmt: skip
+    add("--pods", type=_pods, metavar="N", help=f"number of pods ({PODS})")
     add("--max-loras", type=_whole, default=0, metavar="N", help="adapter slots of a pod (0: off)")
-    add("--cache", type=_cache, metavar="NAME[:PARAMETER=VALUE,...]", help="how pods keep prompts, "
-        f"{NAMES[0]} if it is not told, or one of {', '.join(NAMES[1:])}")  # fmt: skip
-    add_feature_flag(parser)
-    _add_picker_options(parser, several_replicas=several_replicas)
-    add("--scrape-interval", type=_positive, metavar="S", help="(default: as production)")
-    add("--scrape-delay", type=_seconds, default=0.001, metavar="S", help="age of a page (0.001)")
-    add("--network-delay", type=_seconds, default=0.0005, metavar="S", help="one way (0.0005)")
-    add("--discovery-delay", type=_seconds, default=1.0, metavar="S", help="of pod changes (1)")
-    add("--tokenize", type=_positive, metavar="US", help="a renderer makes a token of a prompt in so "
-        "many microseconds, and requests wait for it (default: nobody waits)")  # fmt: skip
-    add(
-        "--tokenize-timeout", type=_positive, default=0.02, metavar="S", help="and no longer (0.02)"
-    )
-    add("--kv-events", type=_kv_events, metavar="DELAY[:LOSS]", help="engines tell pickers what they "
-        "hold, which takes DELAY seconds one way; a share of LOSS frames is lost on the way (default: "
-        "they do not)")  # fmt: skip
-    add("--response-chunks", action="store_true", help="the picker sees first tokens")
-    add("--abort-share", type=_share, default=0.0, metavar="P", help="impatient clients (0)")
-    add("--abort-after", type=_positive, default=10.0, metavar="S", help="mean patience (10)")
-    add("--faults-per-hour", type=_seconds, default=0.0, metavar="N", help="deaths, lags, ... (0)")
-    add("--scenario", type=Path, metavar="FILE.toml", help="pods, what happens to them at which "
-        "instant, and the rate of requests over time")  # fmt: skip
-    add("--target-ttft", type=_positive, default=2.0, metavar="S", help="for goodput (2)")
-    add("--target-tpot", type=_positive, default=0.05, metavar="S", help="for goodput (0.05)")
-    add(
-        "--warm-up",
-        type=_seconds,
-        metavar="S",
-        help="leave out what arrives before: caches start cold (default: a tenth of the arrivals, "
-        f"at most {WARM_UP_S_MAX:g}, where they take {WARM_UP_FROM_S:g} s or more, else 0)",
-    )
+    add("--cache", type=_cache, metavar="NAME[:PARAMETER=VALUE,...]",
+        help=f"prompt cache of the pods: {', '.join(NAMES)} ({NAMES[0]})")  # fmt: skip
+    add_feature_flag(group)
+
+
+def _add_delay_options(parser: argparse.ArgumentParser) -> None:
+    """How late the picker learns what pods do."""
+    add = parser.add_argument_group("Delays").add_argument
+    add("--scrape-interval", type=_positive, metavar="S",
+        help="seconds between two scrapes of a pod (default: as epp serve)")  # fmt: skip
+    add("--scrape-delay", type=_seconds, default=0.001, metavar="S",
+        help="age of a metrics page when the picker reads it, in seconds (0.001)")  # fmt: skip
+    add("--network-delay", type=_seconds, default=0.0005, metavar="S",
+        help="network latency one way, in seconds (0.0005)")  # fmt: skip
+    add("--discovery-delay", type=_seconds, default=1.0, metavar="S",
+        help="seconds until pickers learn that pods were added or removed (1)")  # fmt: skip
+    add("--tokenize", type=_positive, metavar="US", help="microseconds a renderer takes for a token "
+        "of a prompt, while the request waits (default: no request waits)")  # fmt: skip
+    add("--tokenize-timeout", type=_positive, default=0.02, metavar="S",
+        help="longest wait for the renderer, in seconds (0.02)")  # fmt: skip
+    add("--kv-events", type=_kv_events, metavar="DELAY[:LOSS]", help="engines report their cached "
+        "blocks to pickers, DELAY seconds late; a share LOSS of the frames is lost (default: they "
+        "report nothing)")  # fmt: skip
+    add("--response-chunks", action="store_true", help="the picker observes first tokens")
+
+
+def _add_failure_options(parser: argparse.ArgumentParser) -> None:
+    """What goes wrong."""
+    add = parser.add_argument_group("Failures").add_argument
+    add("--abort-share", type=_share, default=0.0, metavar="P",
+        help="share of the clients that lose patience (0)")  # fmt: skip
+    add("--abort-after", type=_positive, default=10.0, metavar="S",
+        help="mean patience of these clients, in seconds (10)")  # fmt: skip
+    add("--faults-per-hour", type=_seconds, default=0.0, metavar="N",
+        help="random faults: pods that die, join or lag, and the like (0)")  # fmt: skip
+    add("--scenario", type=Path, metavar="FILE.toml",
+        help="pods, events at given times, and the request rate over time")  # fmt: skip
+
+
+def _add_figure_options(parser: argparse.ArgumentParser) -> None:
+    """What is measured."""
+    add = parser.add_argument_group("Figures").add_argument
+    add("--target-ttft", type=_positive, default=2.0, metavar="S",
+        help="longest TTFT of a request that counts for goodput, in seconds (2)")  # fmt: skip
+    add("--target-tpot", type=_positive, default=0.05, metavar="S",
+        help="longest TPOT of a request that counts for goodput, in seconds (0.05)")  # fmt: skip
+    add("--warm-up", type=_seconds, metavar="S",
+        help="exclude requests that arrive in the first S seconds, because caches start cold "
+        f"(default: a tenth of the arrivals, at most {WARM_UP_S_MAX:g}, where they take "
+        f"{WARM_UP_FROM_S:g} s or more, else 0; sim size: what the caches need)")  # fmt: skip
     add("--check", action="store_true", help="check all invariants after every event: slow")
 
 
 def _add_picker_options(parser: argparse.ArgumentParser, *, several_replicas: bool) -> None:
     """How many pickers there are, who reaches which, and what they tell each other."""
-    add = parser.add_argument
+    add = parser.add_argument_group("Pickers").add_argument
     if several_replicas:
-        add("--replicas", type=_counts, metavar="N,N,...", help="pickers (1)")
+        add("--replicas", type=_counts, metavar="N,N,...", help="numbers of pickers to compare (1)")
     else:
-        add("--replicas", type=_pickers, metavar="N", help="pickers (1)")
-    add(
-        "--assignment",
-        type=Assignment,
-        choices=tuple(Assignment),
-        metavar="|".join(Assignment),
-        help="which picker a request reaches; sticky: that of its session (random)",
-    )
+        add("--replicas", type=_pickers, metavar="N", help="number of pickers (1)")
+    add("--assignment", type=Assignment, choices=tuple(Assignment), metavar="|".join(Assignment),
+        help="which picker a request reaches; sticky: that of its session (random)")  # fmt: skip
     add("--fallback-endpoints-max", type=_fallbacks, metavar="N",
         help="endpoints that a picker names besides the first, as epp serve has it (0)")  # fmt: skip
     add("--picker-away", type=_restart, action="append", metavar="N:FROM:TO",
         help="picker N (from 0) dies, and a new one takes its place; from 0 s: it joins late")  # fmt: skip
-    add("--peer-delay", type=_seconds, metavar="S", help="pickers tell each other what they decide, "
-        "one way takes so long (default: they are blind to each other)")  # fmt: skip
-    add("--peer-loss", type=_share, metavar="P", help="share of the frames that are lost (0)")
+    add("--peer-delay", type=_seconds, metavar="S", help="pickers send each other their decisions, "
+        "which arrive S seconds later (default: they share nothing)")  # fmt: skip
+    add("--peer-loss", type=_share, metavar="P", help="share of these frames that is lost (0)")
     add("--peer-interval", type=_positive, metavar="S",
-        help=f"what is decided meanwhile is told together ({OUTGOING_INTERVAL_S:g})")  # fmt: skip
+        help=f"seconds over which decisions are collected into a frame ({OUTGOING_INTERVAL_S:g})")  # fmt: skip
     add("--peer-partition", type=_partition, action="append", metavar="FROM:TO:N,N,...",
-        help="nothing passes between these pickers and the others")  # fmt: skip
+        help="no frame passes between these pickers and the others")  # fmt: skip
     add("--peer-slow", type=_slow_peer, action="append", metavar="N:S",
-        help="what picker N sends and is sent takes S longer")  # fmt: skip
+        help="frames to and from picker N take S seconds longer")  # fmt: skip
     add("--peer-snapshot", action=argparse.BooleanOptionalAction, default=None,
-        help="a picker that starts asks another for what it knows (default: yes)")  # fmt: skip
+        help="a picker that starts requests the state of another (default: yes)")  # fmt: skip
 
 
 def run_settings(

@@ -44,8 +44,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "like it, as sim compare does.",
         allow_abbrev=False,
     )
-    add_run_options(parser)
-    add = parser.add_argument
+    add = parser.add_argument_group("Configurations and rates").add_argument
     add("--config", action="append", required=True, metavar="FILE|NAME", help=POLICY_HELP)
     add(
         "--rates",
@@ -54,6 +53,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="R,R,...",
         help="requests per second; the trace's arrivals are moved closer or further apart",
     )
+    add_run_options(parser)
     add_experiment_options(parser)
     parser.set_defaults(run=run)
 

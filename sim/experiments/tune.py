@@ -78,8 +78,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "it was stopped.",
         allow_abbrev=False,
     )
-    add_run_options(parser)
-    add = parser.add_argument
+    add = parser.add_argument_group("Search").add_argument
     add(
         "--config",
         default=DEFAULT_POLICY,
@@ -123,6 +122,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="NAME",
         help="name of the ConfigMap that is written (homing-config, as the chart's)",
     )
+    add_run_options(parser)
     add_experiment_options(parser)
     parser.set_defaults(run=run)
 

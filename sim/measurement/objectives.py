@@ -26,6 +26,8 @@ _TIMES: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
 """Name in a bound -> field of a run, and which of its ranks a run has."""
 GOODPUT: Final = "goodput"
 LOST: Final = "lost"
+SHARES: Final = (GOODPUT, LOST)
+"""Bounds that are shares of the requests; all others are times in seconds."""
 NAMES: Final = (
     *(f"{name}-{rank}" for name, (_, ranks) in _TIMES.items() for rank in ranks),
     GOODPUT,
@@ -97,7 +99,7 @@ def bounds_in(text: str) -> tuple[Bound, ...]:
             raise ObjectiveError(
                 f"{part.strip()!r} is no bound; expected NAME=LIMIT with one of {', '.join(NAMES)}"
             )
-        highest = 1.0 if name in (GOODPUT, LOST) else 86_400.0
+        highest = 1.0 if name in SHARES else 86_400.0
         lowest = 0.0 if name == LOST else 1e-6
         if not lowest <= limit <= highest:
             raise ObjectiveError(

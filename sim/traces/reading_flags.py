@@ -14,7 +14,7 @@ _RATE_MAX: Final = 1e9
 
 def add_reading_flags(parser: argparse.ArgumentParser, *format_flags: str) -> None:
     """Add the flags; `read_options` takes what they were given. `format_flags` name the format."""
-    add = parser.add_argument
+    add = parser.add_argument_group("Reading the trace").add_argument
     names = [known.name for known in FORMATS]
     add(*format_flags, dest="trace_format", default="", choices=["", *names], metavar="NAME",
         help=f"format of the trace, else found by content: {', '.join(names)}")  # fmt: skip

@@ -64,6 +64,16 @@ def test_a_wrong_command_line_is_told_in_one_line(arguments, said, capsys):
         (["trace", "generate", "mult-turn", "--out=x"], "did you mean `multi-turn`?"),
         (["--versoin", "serve"], "unknown flag --versoin, did you mean `--version`?"),
         (["trace", "--jsn", "inspect"], "unknown flag --jsn"),
+        (
+            ["size", "x.jsonl", "--ttft-p90=0.3"],
+            "unknown flag --ttft-p90, write it as `--slo ttft-p90=0.3`",
+        ),
+        (
+            ["size", "x.jsonl", "--itl_p99", "0.1", "--out", "y"],
+            "unknown flag --itl_p99, write it as `--slo itl-p99=0.1`",
+        ),
+        (["size", "--goodput"], "unknown flag --goodput, write it as `--slo goodput=SHARE`"),
+        (["replay", "--ttft-p90=0.3"], "unknown flag --ttft-p90"),
     ],
 )
 def test_what_is_misspelt_is_told_with_the_nearest(arguments, said, capsys):

@@ -22,6 +22,7 @@ from sim.experiments import compare, replay, replicas, size, strategies, sweep, 
 from sim.experiments.executors import ExecutorError
 from sim.experiments.jobs import JobError
 from sim.experiments.leaderboard import command as leaderboard
+from sim.experiments.mean_traffic import MeanTrafficError
 from sim.experiments.scenario_file import ScenarioError
 from sim.experiments.space import SpaceError
 from sim.measurement.objectives import NAMES, SHARES
@@ -66,7 +67,7 @@ def run(arguments: Sequence[str] | None) -> int:
         code: int = options.run(options)
     except BrokenPipeError:
         raise  # nobody reads the output any more: no problem of the command
-    except (PolicyNameError, ClusterSettingsError) as problem:
+    except (PolicyNameError, ClusterSettingsError, MeanTrafficError) as problem:
         return failed(str(problem), code=2)
     except (
         TraceError, ProfileError, ScenarioError, SpaceError, ConfigError, OutputError, JobError,

@@ -15,9 +15,10 @@ TUNED: Final = "tuned.yaml"
 TUNED_CONFIG_MAP: Final = "tuned-configmap.yaml"
 BEST_SO_FAR: Final = "best-so-far.yaml"
 AUTOSCALING: Final = "autoscaling.yaml"
+TRAFFIC: Final = "traffic.yaml"
 _WRITTEN: Final = (
     *("summary.json", "report.md", "report.html", REQUESTS, DECISIONS),
-    *(RUNS, TUNED, TUNED_CONFIG_MAP, BEST_SO_FAR, AUTOSCALING),
+    *(RUNS, TUNED, TUNED_CONFIG_MAP, BEST_SO_FAR, AUTOSCALING, TRAFFIC),
 )
 """What the commands write; no command writes all of it."""
 

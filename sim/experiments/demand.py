@@ -8,15 +8,13 @@ from msgspec import Struct
 
 from epp.core.types import Seconds
 from sim.engine.profiles import Profile, StepWork
+from sim.measurement.measures import OUTPUT_WEIGHT
 from sim.measurement.summaries import DemandSummary
 from sim.traces.arrival import Arrival
 
 STRETCHES_MAX: Final = 288
 """Of a trace over time: a day in steps of five minutes."""
 STRETCH_S_MIN: Final[Seconds] = 300.0
-_OUTPUT_WEIGHT: Final = 10.0
-"""An output token takes about so many times as long as one of a prompt, on the built-in profiles with
-a full batch: it only decides which stretch counts as busier."""
 _BATCH: Final = 64
 """Requests that decode together, for the guess."""
 _PREFILL_TOKENS: Final = 8_192
@@ -32,7 +30,7 @@ class Demand(Struct, frozen=True, kw_only=True):
     @property
     def work(self) -> float:
         """In prompt tokens."""
-        return self.prompt_tokens + _OUTPUT_WEIGHT * self.output_tokens
+        return self.prompt_tokens + OUTPUT_WEIGHT * self.output_tokens
 
 
 class Stretch(Struct, frozen=True, kw_only=True):
@@ -153,7 +151,7 @@ def _per_s(stretch: Stretch) -> float:
 
 
 def _weight(one: tuple[int, int]) -> float:
-    return one[0] + _OUTPUT_WEIGHT * one[1]
+    return one[0] + OUTPUT_WEIGHT * one[1]
 
 
 def _stretch(

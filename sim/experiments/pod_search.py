@@ -20,13 +20,13 @@ class Step(Struct, frozen=True, kw_only=True):
     """What it has found; None: it goes on, or no number is enough."""
 
 
-def next_step(known: Mapping[int, bool], *, start: int, highest: int) -> Step:
+def next_step(known: Mapping[int, bool], *, start: int, highest: int, lowest: int = 1) -> Step:
     """What to try next, given what is known: number of pods -> whether it is enough.
 
-    The search begins at `start` and looks from 1 to `highest`. It depends on nothing but what is
-    given, so that it can be gone on with anywhere.
+    The search begins at `start` and looks from `lowest` to `highest`; fewer are not enough. It
+    depends on nothing but what is given, so that it can be gone on with anywhere.
     """
-    search = _search(min(max(start, 1), highest), highest)
+    search = _search(min(max(start, lowest), highest), lowest, highest)
     try:
         asked = next(search)
         while asked in known:
@@ -51,10 +51,10 @@ def smallest_of_all(known: Mapping[int, bool]) -> int | None:
     return found
 
 
-def _search(start: int, highest: int) -> Generator[int, bool, int | None]:
+def _search(start: int, lowest: int, highest: int) -> Generator[int, bool, int | None]:
     """Yields numbers, is sent whether they are enough, returns the answer."""
-    lower, upper = 0, 0
-    """Not enough, and enough; 0 pods never are."""
+    lower, upper = lowest - 1, 0
+    """Not enough, and enough; 0: none is known."""
     if (yield start):
         upper, step = start, 1
         while lower < upper - 1:

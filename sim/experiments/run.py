@@ -74,6 +74,8 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     targets: Targets = field(default_factory=Targets)
     warm_up_s: Seconds | None = None
     """Left out of all figures; None: as `Measures` has it by how long requests arrive."""
+    busiest_s: Seconds | None = None
+    """Length of the busiest part, which the summary then tells; None: it does not."""
     check: bool = False
     """Check the invariants after every event."""
 
@@ -108,6 +110,7 @@ class Run:
             predicting=scheduler is not None and bool(scheduler.prefix),
             by_session=settings.policy.by_session,
             warm_up_s=settings.warm_up_s,
+            busiest_s=settings.busiest_s,
         )
         self._listeners = (self.measures.add, *listeners)
         arrivals = self._arrivals()

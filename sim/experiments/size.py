@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from typing import Final
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -27,6 +28,7 @@ from sim.experiments.jobs import (
     varied_between,
 )
 from sim.experiments.leaderboard.sources import code_hash, plugins_hash
+from sim.experiments.mean_traffic import MeanTraffic
 from sim.experiments.run import RunSettings
 from sim.experiments.run_journal import RunJournal, StoppedError
 from sim.experiments.run_options import (
@@ -46,6 +48,7 @@ from sim.experiments.sizing import (
     SizingTask,
     bounds_of,
 )
+from sim.experiments.warm_up import WarmUp, warm_up_of
 from sim.interrupts import INTERRUPTED, interrupts_call
 from sim.measurement.assumptions import assumptions_of
 from sim.measurement.intervals import REPETITIONS_NEEDED, Varied
@@ -62,7 +65,15 @@ from sim.measurement.summaries import (
     SizeSummary,
     as_json,
 )
-from sim.output import AUTOSCALING, RUNS, open_folder, progress_bar, write_whole
+from sim.output import (
+    AUTOSCALING,
+    RUNS,
+    TRAFFIC,
+    OutputError,
+    open_folder,
+    progress_bar,
+    write_whole,
+)
 from sim.reports.autoscaling_manifests import autoscaling_manifests
 from sim.reports.size_report import size_page, size_report, size_table
 from sim.traces.arrival import TraceError
@@ -70,40 +81,59 @@ from sim.traces.formats import open_trace
 from sim.traces.reading import content_hash
 from sim.traces.variation import varied
 
+_MEANS: Final = ("--requests-per-s", "--prompt-tokens", "--output-tokens")
+_TOKENS_MAX: Final = 10_000_000
+
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """The command line of `sim size`."""
     parser = subparsers.add_parser(
         "size",
-        help="how few pods keep a service's promises, of which kind, and what they cost",
-        description="Find the smallest number of pods that keeps --slo on TRACE and on other traffic "
-        "like it, for every --profile under every --config. The same command goes on where it was "
-        "stopped.",
+        help="the smallest number of pods that meets an SLO, per GPU type, with its cost",
+        usage="sim size [TRACE] --slo NAME=LIMIT,... --out DIR [flags]",
+        description="Find the smallest number of pods that meets --slo on TRACE and on other traffic "
+        "like it, for every --profile under every --config. Without TRACE the traffic is described "
+        "by --requests-per-s, --prompt-tokens and --output-tokens. The same command continues where "
+        "it was stopped.",
         allow_abbrev=False,
     )
-    add_run_options(parser)
-    add = parser.add_argument
-    add("--config", action="append", metavar="FILE|NAME",
-        help=f"repeat to compare ({DEFAULT_POLICY}). {POLICY_HELP}")  # fmt: skip
+    _add_answer_options(parser)
+    _add_mean_options(parser)
+    add_run_options(parser, trace_required=False)
+    add_experiment_options(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_answer_options(parser: argparse.ArgumentParser) -> None:
+    """What is looked for, and among what."""
+    add = parser.add_argument_group("Answer").add_argument
     add("--slo", type=_bounds, required=True, metavar="NAME=LIMIT,...",
-        help="what is promised: ttft-p90=2, itl-p99=0.1, e2e-p95=60 in seconds, goodput=0.99, and the "
-        "like")  # fmt: skip
+        help="limits to meet: ttft-p90=2, itl-p99=0.1 or e2e-p95=60 in seconds, goodput=0.99 or "
+        "lost=0.01 as shares of the requests")  # fmt: skip
+    add("--config", action="append", metavar="FILE|NAME",
+        help=f"scheduler configuration; repeat to compare ({DEFAULT_POLICY}): {POLICY_HELP}")  # fmt: skip
     add("--price", type=_price, action="append", default=[], metavar="PROFILE=P",
-        help="of a pod of that profile for an hour, in your currency; one for each profile")  # fmt: skip
-    add("--pods-max", type=_pods, default=64, metavar="N", help="the highest number (64)")
+        help="cost of a pod of PROFILE for an hour, in your currency; once for each profile")  # fmt: skip
+    add("--pods-max", type=_pods, default=64, metavar="N", help="largest number of pods tried (64)")
     add("--stretch", type=_seconds, default=3600.0, metavar="S",
-        help="of a longer trace its busiest stretch is sized for, which takes so many seconds (3600)")  # fmt: skip
+        help="of a longer trace only the busiest S seconds are simulated (3600)")  # fmt: skip
     add("--growth", type=_factor, default=1.3, metavar="X",
-        help="how many pods would be needed if requests came X times as fast (1.3)")  # fmt: skip
+        help="headroom: the pods needed for X times the traffic (1.3)")  # fmt: skip
     add("--pod-startup", type=_seconds, default=120.0, metavar="S",
-        help="from an autoscaler's decision to a pod that serves (120)")  # fmt: skip
+        help="seconds from an autoscaler's decision until a new pod serves (120)")  # fmt: skip
     add("--answer-only", action="store_true",
         help="leave out headroom, and how an autoscaler would have done")  # fmt: skip
     add("--every-count", action="store_true",
-        help="run every number of pods too, to check what the search has found: slow")  # fmt: skip
+        help="also run every number of pods, to check the search: slow")  # fmt: skip
     add("--executor", default=LOCAL, metavar="WHERE", help=f"{EXECUTOR_HELP} ({LOCAL})")
-    add_experiment_options(parser)
-    parser.set_defaults(run=run)
+
+
+def _add_mean_options(parser: argparse.ArgumentParser) -> None:
+    """Traffic that is described by its means."""
+    add = parser.add_argument_group("Traffic without a trace").add_argument
+    add("--requests-per-s", type=_rate, metavar="R", help="mean number of requests a second")
+    add("--prompt-tokens", type=_tokens, metavar="N", help="mean length of a prompt, in tokens")
+    add("--output-tokens", type=_tokens, metavar="N", help="mean length of an output, in tokens")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -115,9 +145,9 @@ def run(options: argparse.Namespace) -> int:
     if problem:
         print(f"sim: {problem}", file=sys.stderr)
         return 2
-    task = _Task(options)
-    folder = open_folder(options, goes_on=RUNS)
-    assert folder is not None
+    folder, task = _opened(options)
+    if task.sizing.warm_up.warning:
+        print(f"Warning: {task.sizing.warm_up.warning}")
     with RunJournal(folder / RUNS, task.about) as journal:
         going_on = f", going on from {len(journal):,} runs" if len(journal) else ""
         seeds = f"seeds {options.seed} to {options.seed + options.seeds - 1}"
@@ -146,6 +176,39 @@ def run(options: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     return INTERRUPTED
+
+
+def _opened(options: argparse.Namespace) -> tuple[Path, "_Task"]:
+    """Return the folder of the results and what is to be found out.
+
+    Traffic that is described by means becomes a trace in that folder. Raises what is told by `sim`.
+    """
+    if options.trace is not None:
+        task = _Task(options)
+        folder = open_folder(options, goes_on=RUNS)
+        assert folder is not None
+        return folder, task
+    traffic = MeanTraffic(
+        requests_per_s=options.requests_per_s,
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+    )
+    document = traffic.document(_profiles(options))
+    folder = open_folder(options, goes_on=TRAFFIC)
+    assert folder is not None
+    trace = folder / TRAFFIC
+    if trace.exists() and trace.read_bytes() != document:
+        raise OutputError(
+            f"{trace} is other traffic than these numbers describe; choose another --out or begin "
+            "anew with --force"
+        )
+    write_whole(trace, document)
+    told = argparse.Namespace(**(vars(options) | {"trace": str(trace)}))
+    return folder, _Task(told, str(traffic))
+
+
+def _profiles(options: argparse.Namespace) -> list[Profile]:
+    return options.profile or [find_profile(DEFAULT_PROFILE)]
 
 
 class Probe(Struct, frozen=True, kw_only=True):
@@ -202,10 +265,13 @@ class SizedRuns:
 class _Task:
     """What the command line asks for, read and checked."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        """Raises what is told by `sim`."""
+    def __init__(self, options: argparse.Namespace, described: str = "") -> None:
+        """`described`: the traffic in words, if it is no trace of the user's.
+
+        Raises what is told by `sim`.
+        """
         self.first_seed: int = options.seed
-        profiles = options.profile or [find_profile(DEFAULT_PROFILE)]
+        profiles = _profiles(options)
         prices: Mapping[str, float] = dict(options.price)
         policies = named_policies(options.config or [DEFAULT_POLICY])
         found: list[tuple[Profile, RunSettings]] = []
@@ -216,9 +282,12 @@ class _Task:
         demand = _demand(first, options.stretch)
         part = demand.sized_for.places
         generated = _is_generated(first, part, options.seeds)
+        warm_up = _warm_up(first, part, generated=generated)
         tell_warnings(found[0][1])
         told = conditions(*(settings for _, settings in found))
         self.conditions = told | {
+            "trace": described or told["trace"],
+            "warm_up_s": warm_up.seconds / first.speed,
             "pods": f"1 to {options.pods_max}",
             "profiles": [profile.name for profile in profiles],
             "prices": prices or None,
@@ -234,6 +303,7 @@ class _Task:
             answer_only=options.answer_only,
             every_count=options.every_count,
             demand=demand,
+            warm_up=warm_up,
             options=[
                 Option(
                     profile=profile,
@@ -244,6 +314,8 @@ class _Task:
                         jitter_s=told["jitter_s"],
                         requests_from=part.start,
                         requests_max=len(part),
+                        warm_up_s=warm_up.seconds / settings.speed,
+                        busiest_s=warm_up.busiest_s / settings.speed,
                     ),
                 )
                 for profile, settings in found
@@ -293,6 +365,7 @@ class _Told:
             trace=demand.whole.summary(demand.whole.demand.work),
             sized_for=demand.sized_for.summary(demand.sized_for.demand.work),
             over_time=[one.summary(busiest) for one in demand.over_time],
+            warm_up=task.warm_up.summary(),
             options=_with_front([self._option(at) for at in range(len(task.options))]),
             chosen=chosen,
             why_none=sizing.why_none,
@@ -433,6 +506,14 @@ def _demand(settings: RunSettings, stretch_s: float) -> TraceDemand:
         raise trace.without_requests() from None
 
 
+def _warm_up(settings: RunSettings, part: range, *, generated: bool) -> WarmUp:
+    """Return what is excluded of `part` of the trace at every load. Raises as its reading does."""
+    trace = open_trace(Path(settings.trace), settings.read)
+    given_s = None if settings.warm_up_s is None else settings.warm_up_s * settings.speed
+    arrivals = islice(trace, part.start, part.stop)
+    return warm_up_of(arrivals, generated=generated, given_s=given_s)
+
+
 def _is_generated(settings: RunSettings, part: range, seeds: int) -> bool:
     """Whether repetitions draw the trace anew. Raises `TraceError` if they could show nothing."""
     trace = open_trace(Path(settings.trace), settings.read)
@@ -502,7 +583,9 @@ def _problem_of(options: argparse.Namespace) -> str:
         return "--scenario does not go with sim size: traffic is the trace, and pods are looked for"
     if options.faults_per_hour:
         return "--faults-per-hour does not go with sim size: one pod lost is told besides"
-    names = [profile.name for profile in options.profile or [find_profile(DEFAULT_PROFILE)]]
+    if problem := _traffic_problem_of(options):
+        return problem
+    names = [profile.name for profile in _profiles(options)]
     priced = [name for name, _ in options.price]
     for flag, given in (("--profile", names), ("--price", priced)):
         twice = [name for at, name in enumerate(given) if name in given[:at]]
@@ -511,6 +594,20 @@ def _problem_of(options: argparse.Namespace) -> str:
     unknown = [name for name in priced if name not in names]
     if unknown:
         return f"--price {unknown[0]}: expected one of the profiles {', '.join(sorted(names))}"
+    return ""
+
+
+def _traffic_problem_of(options: argparse.Namespace) -> str:
+    """Return why the flags describe no traffic, as a sentence; "" if they do."""
+    means = {name: getattr(options, name[2:].replace("-", "_")) for name in _MEANS}
+    missing = [name for name, value in means.items() if value is None]
+    if options.trace is not None:
+        given = [name for name in _MEANS if name not in missing]
+        return f"{given[0]} does not go with TRACE: give one of them" if given else ""
+    if len(missing) == len(_MEANS):
+        return f"TRACE is missing; without a trace, give {', '.join(_MEANS)}"
+    if missing:
+        return f"{missing[0]} is missing: traffic without a trace needs {', '.join(_MEANS)}"
     return ""
 
 
@@ -538,6 +635,17 @@ def _pods(text: str) -> int:
 def _seconds(text: str) -> float:
     # An autoscaler takes no longer, and a shorter stretch would hold hardly a request.
     return _between(text, 1.0, 86_400.0)
+
+
+def _rate(text: str) -> float:
+    return _between(text, 0.001, 10_000.0)
+
+
+def _tokens(text: str) -> int:
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+    if not 1 <= number <= _TOKENS_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1 to {_TOKENS_MAX:,}")
+    return number
 
 
 def _factor(text: str) -> float:

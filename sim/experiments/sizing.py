@@ -19,11 +19,12 @@ from sim.cluster.settings import ClientSettings
 from sim.engine.profiles import Profile
 from sim.experiments.demand import TraceDemand, guessed_pods
 from sim.experiments.jobs import varied_between
-from sim.experiments.pod_search import next_step, smallest_of_all
+from sim.experiments.pod_search import Step, next_step, smallest_of_all
 from sim.experiments.run import RunSettings
 from sim.experiments.scenario_file import PODS_MAX, Scenario
+from sim.experiments.warm_up import WarmUp
 from sim.measurement.measures import rounded, six_digits
-from sim.measurement.objectives import Bound, bound_summary, cannot_be_kept
+from sim.measurement.objectives import Bound, bound_summaries, cannot_be_kept
 from sim.measurement.summaries import BoundSummary, CountSummary, KeptRun
 
 ONE_LOST: Final = "one pod lost"
@@ -66,6 +67,7 @@ class SizingTask(Struct, frozen=True, kw_only=True):
     every_count: bool
     """Run every number of pods besides."""
     demand: TraceDemand
+    warm_up: WarmUp
     options: list[Option]
 
     @property
@@ -94,8 +96,14 @@ class Runs(Protocol):
 class Sought:
     """A number of pods that is looked for: what was run of which number, and what follows."""
 
-    def __init__(self, settings: RunSettings, task: SizingTask, start: int) -> None:
-        """`settings`: of a run with any number of pods; `start`: where to begin."""
+    def __init__(
+        self, settings: RunSettings, task: SizingTask, start: int, *, lowest: int = 1
+    ) -> None:
+        """`settings`: of a run with any number of pods; `start`: where to begin.
+
+        Fewer pods than `lowest` are known not to be enough.
+        """
+        self._lowest = lowest
         self._settings = settings
         self._task = task
         self._start = start
@@ -110,12 +118,12 @@ class Sought:
     @property
     def pods(self) -> int | None:
         """What has been found."""
-        return next_step(self.known, start=self._start, highest=self._task.pods_max).found
+        return self._step.found
 
     @property
     def ended(self) -> bool:
         """There is nothing left to try."""
-        return self._asked() is None
+        return self._step.ask is None
 
     @property
     def perhaps(self) -> int | None:
@@ -135,7 +143,7 @@ class Sought:
 
     def wanted(self) -> list[tuple[int, RunSettings]]:
         """The runs that decide what to do next: the first repetition alone, as it may be enough."""
-        pods = self._asked()
+        pods = self._step.ask
         if pods is None:
             return []
         done = len(self.runs.get(pods, ()))
@@ -179,8 +187,10 @@ class Sought:
         told = (one.used for one in self.counts() if one.pods == self.pods)
         return next((used for used in told if used is not None), math.inf)
 
-    def _asked(self) -> int | None:
-        return next_step(self.known, start=self._start, highest=self._task.pods_max).ask
+    @property
+    def _step(self) -> Step:
+        highest = self._task.pods_max
+        return next_step(self.known, start=self._start, lowest=self._lowest, highest=highest)
 
 
 class Sizing:
@@ -273,11 +283,13 @@ class Sizing:
         # Else what was under way there would be lost with any number of pods.
         again = replace(settings.cluster, clients=ClientSettings(retries=1))
         self.headroom = {
-            ONE_LOST: Sought(replace(settings, scenario=lost, cluster=again), task, pods + 1),
+            # A pool that is ready for either also has to serve the traffic as it is, for which one
+            # pod less is not enough.
+            ONE_LOST: Sought(
+                replace(settings, scenario=lost, cluster=again), task, pods + 1, lowest=pods
+            ),
             GROWTH: Sought(
-                replace(settings, speed=settings.speed * task.growth),
-                task,
-                math.ceil(pods * task.growth),
+                at_load(settings, task.growth), task, math.ceil(pods * task.growth), lowest=pods
             ),
         }
         self._search(list(self.headroom.values()))
@@ -379,8 +391,21 @@ class Sizing:
 
 def bounds_of(bounds: Sequence[Bound], runs: Sequence[KeptRun]) -> list[BoundSummary]:
     """How repetitions of one thing stand to each."""
-    varied = varied_between(runs)
-    return [bound_summary(bound, runs, varied) for bound in bounds]
+    return bound_summaries(bounds, runs, varied_between(runs))
+
+
+def at_load(settings: RunSettings, factor: float) -> RunSettings:
+    """Return the same run with requests `factor` times as fast.
+
+    The same part of the trace is excluded, and the busiest part is as long in the trace.
+    """
+    warm_up_s, busiest_s = settings.warm_up_s, settings.busiest_s
+    return replace(
+        settings,
+        speed=settings.speed * factor,
+        warm_up_s=None if warm_up_s is None else warm_up_s / factor,
+        busiest_s=None if busiest_s is None else busiest_s / factor,
+    )
 
 
 def with_pods(settings: RunSettings, pods: int) -> RunSettings:

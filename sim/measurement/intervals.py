@@ -115,6 +115,20 @@ def confidence_limit(values: Sequence[float], varied: Varied, *, upper: bool) ->
     return found.value + half if upper else found.value - half
 
 
+def prediction_limit(values: Sequence[float], varied: Varied, *, upper: bool) -> float | None:
+    """Return the limit that one more repetition keeps 19 times out of 20; None if there are too few.
+
+    Of generated traffic it is the one-sided 95 % prediction limit for a fresh draw: the mean plus or
+    minus t s sqrt(1 + 1 / K), where `confidence_limit` has t s sqrt(1 / K) (NIST/SEMATECH e-Handbook,
+    7.2.6). Of a recording both are one, because resamples vary as much as the figure may be off.
+    """
+    limit = confidence_limit(values, varied, upper=upper)
+    if limit is None or not varied.generated:
+        return limit
+    value = float(np.mean(values))
+    return value + (limit - value) * math.sqrt(varied.repetitions + 1)
+
+
 def compare_runs(
     reference: Sequence[Mapping[str, float]],
     other: Sequence[Mapping[str, float]],

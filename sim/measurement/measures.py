@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from epp.core.decision.failures import FailingPlugin
 from epp.core.types import Seconds
@@ -19,6 +19,8 @@ from sim.measurement.summaries import (
     Distribution,
     Goodput,
     Imbalance,
+    PartRequests,
+    PartSummary,
     PodLoadSummary,
     Prediction,
     Requests,
@@ -50,6 +52,9 @@ WARM_UP_S_MAX: Final[Seconds] = 300.0
 WARM_UP_SHARE: Final = 0.1
 """Of the arrivals; what is shorter than 600 s is too short to lose any."""
 WARM_UP_FROM_S: Final[Seconds] = 600.0
+OUTPUT_WEIGHT: Final = 10.0
+"""Prompt tokens that take a pod as long as one output token, roughly, on the built-in profiles with a
+full batch. It only decides which part of the traffic counts as the busiest."""
 _TOKENS_SHARE_MIN: Final = 0.1
 """Of all output tokens: with fewer before the last arrival there is no steady part."""
 _DIGEST_ROW: Final = struct.Struct("<qiidddqq")
@@ -138,9 +143,12 @@ class Series:
     def output_tokens(self) -> Floats:
         return self._column("output_tokens")
 
-    def since(self, start_s: Seconds) -> "Series":
-        """Those of them that arrived at `start_s` or later."""
-        keep = self._columns["arrived_s"] >= start_s
+    def since(self, start_s: Seconds, end_s: Seconds = math.inf) -> "Series":
+        """Return the requests that arrived at `start_s` or later, and before `end_s`."""
+        arrived_s = self._columns["arrived_s"]
+        keep = arrived_s >= start_s
+        if end_s < math.inf:
+            keep &= arrived_s < end_s
         return Series(self._columns, keep if self._keep is None else keep & self._keep)
 
     def _column(self, name: str) -> Floats:
@@ -192,18 +200,23 @@ class Measures:
         predicting: bool = True,
         by_session: bool = False,
         warm_up_s: Seconds | None = None,
+        busiest_s: Seconds | None = None,
     ) -> None:
         """`predicting`: the policy estimates caches. `by_session`: it goes by sessions alone.
 
         `warm_up_s` is left out; None: by how long requests arrive, as the constants above say.
+        `busiest_s` is the length of the busiest part; None if the summary needs none.
         """
         self.targets = targets
         self.gaps = TokenGaps()
         """To be told of every step of every pod."""
         self._warm_up_s = warm_up_s
         self._latest_s = 0.0
+        self._busiest_s = busiest_s
         self._lost_at_s = array("d")
         """When those arrived that were not completed."""
+        self._lost_work = array("d")
+        """What each of them asked for, as `_work`."""
         self._too_long: dict[str, int] = {}
         """What nothing could serve, by why, in words."""
         self._predicting = predicting
@@ -258,6 +271,8 @@ class Measures:
             self._count_complete(request, ttft_s, cached)
             return
         self._lost_at_s.append(request.arrived_at)
+        arrival = request.arrival
+        self._lost_work.append(arrival.prompt_tokens + OUTPUT_WEIGHT * arrival.output_tokens)
         if fate is Fate.FAILED:
             self._count_too_long(request)
 
@@ -331,12 +346,7 @@ class Measures:
             ),
             ttft_s=distribution(series.ttft_s),
             tpot_s=distribution(series.tpot_s),
-            itl_s=TokenGapSummary(
-                mean=rounded(gaps.mean_s),
-                p50=rounded(gaps.p50_s),
-                p99=rounded(gaps.p99_s),
-                stall_share=rounded(gaps.stall_share),
-            ),
+            itl_s=_gaps(gaps),
             e2e_s=distribution(series.e2e_s),
             queue_s=distribution(series.queue_s),
             prompt_tokens=int(prompt_tokens),
@@ -346,6 +356,7 @@ class Measures:
             input_tokens_per_s=rounded(_input_tokens(everything, window) / length_s),
             output_tokens_per_s=rounded(gaps.output_tokens / (gaps.duration_s or math.nan)),
             goodput=self._goodput(series, window),
+            busiest=self._busiest(),
             imbalance=Imbalance(
                 requests=spread([load.requests for load in loads]),
                 uncached_tokens=spread([load.prompt_tokens - load.cached_tokens for load in loads]),
@@ -423,15 +434,48 @@ class Measures:
             limit = limits[request.failure]
             self._too_long[limit] = self._too_long.get(limit, 0) + 1
 
+    def _busiest(self) -> PartSummary | UnsetType:
+        """Return the part after the warm-up in which requests arrived that asked for most work."""
+        if self._busiest_s is None:
+            return UNSET
+        series = self.steady_series()
+        computed = (
+            series.prompt_tokens - series.cached_tokens + OUTPUT_WEIGHT * series.output_tokens
+        )
+        lost_at_s = np.array(self._lost_at_s)
+        lost_work = np.array(self._lost_work)[lost_at_s >= self.warm_up_s]
+        lost_at_s = lost_at_s[lost_at_s >= self.warm_up_s]
+        start_s = busiest_from_s(
+            np.concatenate((series.arrived_s, lost_at_s)),
+            np.concatenate((computed, lost_work)),
+            self._busiest_s,
+        )
+        end_s = start_s + self._busiest_s
+        part = series.since(start_s, end_s)
+        lost = int(np.count_nonzero((lost_at_s >= start_s) & (lost_at_s < end_s)))
+        return PartSummary(
+            start_s=six_digits(start_s),
+            end_s=six_digits(end_s),
+            requests=PartRequests(sent=len(part) + lost, complete=len(part)),
+            ttft_s=distribution(part.ttft_s),
+            tpot_s=distribution(part.tpot_s),
+            itl_s=_gaps(self.gaps.around(start_s, end_s)),
+            e2e_s=distribution(part.e2e_s),
+            goodput=self._goodput_of(part, lost, self._busiest_s),
+        )
+
     def _goodput(self, series: Series, window: Window) -> Goodput:
         """Of all requests that were sent after the warm-up: who was not answered was not served."""
+        lost = sum(1 for at_s in self._lost_at_s if at_s >= window.warm_up_s)
+        return self._goodput_of(series, lost, window.end_s - window.start_s)
+
+    def _goodput_of(self, series: Series, lost: int, length_s: Seconds) -> Goodput:
+        """Return the goodput of `series` and of `lost` requests besides, over `length_s`."""
         in_time = series.ttft_s <= self.targets.ttft_s
         # An answer of one token has no second one that could be late.
         fast = ~(series.tpot_s > self.targets.tpot_s)
         good = int(np.count_nonzero(in_time & fast))
-        lost = sum(1 for at_s in self._lost_at_s if at_s >= window.warm_up_s)
         sent = len(series) + lost
-        length_s = window.end_s - window.start_s
         return Goodput(
             ttft_target_s=self.targets.ttft_s,
             tpot_target_s=self.targets.tpot_s,
@@ -513,6 +557,31 @@ def rounded(value: float) -> float | None:
 def six_digits(value: float) -> float:
     """Significant ones: what is told is read by people too."""
     return float(f"{float(value):.6g}")
+
+
+def busiest_from_s(times_s: Floats, work: Floats, length_s: Seconds) -> Seconds:
+    """Return where the stretch of `length_s` with the most work begins; 0 if nothing arrives.
+
+    `times_s` and `work` are float64[n], the arrival of each request in seconds and its work in any
+    unit. Stretches begin with a request; of several equals the first is taken.
+    """
+    if not len(times_s):
+        return 0.0
+    order = np.argsort(times_s, kind="stable")
+    times_s = times_s[order]
+    before = np.concatenate(([0.0], np.cumsum(work[order])))
+    ends = np.searchsorted(times_s, times_s + length_s, side="left")
+    inside = before[ends] - before[:-1]
+    return float(times_s[int(np.argmax(inside))])
+
+
+def _gaps(gaps: Gaps) -> TokenGapSummary:
+    return TokenGapSummary(
+        mean=rounded(gaps.mean_s),
+        p50=rounded(gaps.p50_s),
+        p99=rounded(gaps.p99_s),
+        stall_share=rounded(gaps.stall_share),
+    )
 
 
 def _load(load: PodLoad) -> PodLoadSummary:

@@ -1,20 +1,22 @@
-"""What a service promises of its latencies, and whether repeated runs show that it keeps it.
+"""Limits that a service must keep (SLOs), and whether repeated runs show that it keeps them.
 
-A bound is kept if the one-sided 95 % interval of its figure lies within it, the interval being over
-repetitions of the whole run with other traffic (`intervals`). All bounds are kept if each of them
-is: whoever claims all only if each is shown with 95 % is wrong at most 5 % of the time, whatever
-their number (an intersection-union test), so that nothing is divided between them.
+A bound is kept if the 95 % limit of its figure lies within it (`intervals.prediction_limit`):
+one more repetition of the whole run, with other traffic, keeps it 19 times out of 20. All bounds are
+kept if each of them is: whoever claims all only if each is shown with 95 % is wrong at most 5 % of the
+time, whatever their number (an intersection-union test), so that nothing is divided between them.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Final
 
-from msgspec import Struct
+from msgspec import UNSET, Struct
+from msgspec.structs import replace
 
-from sim.measurement.intervals import Varied, confidence_limit, estimated
+from sim.measurement.intervals import Varied, estimated, prediction_limit
 from sim.measurement.measures import rounded
-from sim.measurement.summaries import BoundSummary, ComparedRun, EstimateSummary
+from sim.measurement.summaries import BoundSummary, ComparedRun, EstimateSummary, PartSummary
 
 _RANKS: Final = ("mean", "p50", "p90", "p95", "p99")
 _TIMES: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
@@ -65,8 +67,8 @@ class Bound(Struct, frozen=True, kw_only=True):
         """NaN, which is of runs that do not have the figure, keeps nothing."""
         return value >= self.limit if self.at_least else value <= self.limit
 
-    def value_of(self, run: ComparedRun) -> float:
-        """The figure of one run; NaN: it does not have it."""
+    def value_of(self, run: ComparedRun | PartSummary) -> float:
+        """The figure of one run, or of a part of it; NaN: it does not have it."""
         if self.name == LOST:
             return run.requests.share_lost
         if self.name == GOODPUT:
@@ -112,11 +114,33 @@ def bounds_in(text: str) -> tuple[Bound, ...]:
     return tuple(found.values())
 
 
-def bound_summary(bound: Bound, runs: Sequence[ComparedRun], varied: Varied) -> BoundSummary:
+def bound_summaries(
+    bounds: Sequence[Bound], runs: Sequence[ComparedRun], varied: Varied
+) -> list[BoundSummary]:
+    """Return how repetitions of one thing stand to each bound: all of the traffic, then its busiest part.
+
+    The busiest part is judged where every run tells it.
+    """
+    parts = _busiest_of(runs)
+    found = [bound_summary(bound, runs, varied) for bound in bounds]
+    if parts:
+        found += [replace(bound_summary(bound, parts, varied), busiest=True) for bound in bounds]
+    return found
+
+
+def _busiest_of(runs: Sequence[ComparedRun]) -> list[PartSummary]:
+    """Return the busiest part of each run; none if a run does not tell it."""
+    parts = [run.busiest for run in runs if run.busiest is not UNSET]
+    return parts if len(parts) == len(runs) else []
+
+
+def bound_summary(
+    bound: Bound, runs: Sequence[ComparedRun] | Sequence[PartSummary], varied: Varied
+) -> BoundSummary:
     """How `runs`, which are repetitions of one thing, stand to a bound."""
     values = [bound.value_of(run) for run in runs]
     found = estimated(values, varied)
-    limit = confidence_limit(values, varied, upper=not bound.at_least)
+    limit = prediction_limit(values, varied, upper=not bound.at_least)
     return BoundSummary(
         name=bound.name,
         limit=bound.limit,
@@ -140,8 +164,11 @@ def cannot_be_kept(
     Of recorded traffic the figure is that of the first; of generated traffic it is the mean, to
     which the others can add nothing better than the best. The interval ends on its wrong side.
     """
-    for bound in bounds:
-        values = [bound.value_of(run) for run in runs]
+    parts: list[Sequence[ComparedRun] | Sequence[PartSummary]] = [runs, _busiest_of(runs)]
+    for bound, part in product(bounds, parts):
+        values = [bound.value_of(one) for one in part]
+        if not values:
+            continue
         if any(math.isnan(value) for value in values):
             return True
         if generated:

@@ -86,6 +86,31 @@ class Goodput(Summary, frozen=True, kw_only=True):
     requests_per_s: float | None
 
 
+class PartSummary(Summary, frozen=True, kw_only=True):
+    """The busiest part of a run: the requests that arrived in it."""
+
+    start_s: float
+    end_s: float
+    requests: "PartRequests"
+    ttft_s: Distribution
+    tpot_s: Distribution
+    itl_s: TokenGapSummary
+    e2e_s: Distribution
+    goodput: Goodput
+
+
+class PartRequests(Summary, frozen=True, kw_only=True):
+    """How many requests arrived in a part of a run, and how many of them were completed."""
+
+    sent: int
+    complete: int
+
+    @property
+    def share_lost(self) -> float:
+        """Share of the requests that were not completed; 0 if there are none."""
+        return 1 - self.complete / self.sent if self.sent else 0.0
+
+
 class Spread(Summary, frozen=True, kw_only=True):
     """How unequal the loads of the pods are: 1 is equal for max/mean and Jain's index."""
 
@@ -181,6 +206,8 @@ class RunSummary(Summary, frozen=True, kw_only=True):
     input_tokens_per_s: float | None
     output_tokens_per_s: float | None
     goodput: Goodput
+    busiest: PartSummary | UnsetType = UNSET
+    """Only of runs that are to tell it."""
     imbalance: Imbalance
     prediction: Prediction
     metrics_age_s: float | None
@@ -213,6 +240,8 @@ class KeptRun(Summary, frozen=True, kw_only=True):
     hit_rate: float | None
     output_tokens_per_s: float | None
     goodput: Goodput
+    busiest: PartSummary | UnsetType = UNSET
+    """Only of runs that are to tell it."""
     digest: str
     pool: PoolSummary | UnsetType = UNSET
     """Only of whole runs."""
@@ -507,10 +536,12 @@ class BoundSummary(Summary, frozen=True, kw_only=True):
     """A figure over repeated runs, and the bound that it is to keep."""
 
     name: str
+    busiest: bool = False
+    """The figure is of the busiest part of the traffic, else of all of it."""
     limit: float
     figure: EstimateSummary
     sure: float | None
-    """The end of the one-sided 95 % interval that lies towards the bound."""
+    """What one more repetition keeps 19 times out of 20; None: there are too few repetitions."""
     used: float | None
     """Of what the bound allows, by `sure`, and by the figure where nothing is sure."""
     kept: bool
@@ -610,6 +641,26 @@ class AutoscalingSummary(Summary, frozen=True, kw_only=True):
     bounds: list[BoundSummary]
 
 
+class WarmUpSummary(Summary, frozen=True, kw_only=True):
+    """What a sizing excludes at the beginning, and its busiest part, in seconds of the trace."""
+
+    seconds: float
+    """The same part of the trace at every load."""
+    needed_s: float
+    """How long caches need to fill."""
+    given: bool
+    """By --warm-up; else it was chosen."""
+    share_excluded: float
+    """Of the requests of the trace as it is, if answers take no time."""
+    busiest_s: float
+    """Length of the busiest part."""
+    busiest_from_s: float
+    """Where it begins in the trace as it is."""
+    busiest_excluded: bool
+    warning: str
+    """"" if at most a quarter of the requests is excluded, and not the busiest part."""
+
+
 class SizeSummary(Summary, frozen=True, kw_only=True):
     """`sim size`."""
 
@@ -628,6 +679,7 @@ class SizeSummary(Summary, frozen=True, kw_only=True):
     sized_for: DemandSummary
     """The stretch that was replayed: all of a short trace, else the busiest of a long one."""
     over_time: list[DemandSummary]
+    warm_up: WarmUpSummary
     options: list[SizedSummary]
     chosen: int | None
     """Position among `options`."""

@@ -99,8 +99,18 @@ class TokenGaps:
 
     def within(self, start_s: Seconds, end_s: Seconds) -> Gaps:
         """Of the stretches that lie wholly between: a little less than was asked for."""
-        first = math.ceil(start_s / self._stretch_s)
-        last = min(len(self._stretches), math.floor(end_s / self._stretch_s))
+        return self._joined(
+            math.ceil(start_s / self._stretch_s), math.floor(end_s / self._stretch_s)
+        )
+
+    def around(self, start_s: Seconds, end_s: Seconds) -> Gaps:
+        """Return the gaps of all stretches that overlap this time: a little more than was asked for."""
+        return self._joined(
+            math.floor(start_s / self._stretch_s), math.ceil(end_s / self._stretch_s)
+        )
+
+    def _joined(self, first: int, end: int) -> Gaps:
+        last = min(len(self._stretches), end)
         told = _Stretch()
         for stretch in self._stretches[first:last]:
             told.join(stretch)

@@ -7,6 +7,7 @@ from msgspec import UNSET, Struct
 
 from sim.measurement.objectives import GOODPUT, LOST
 from sim.measurement.summaries import (
+    BoundSummary,
     CountSummary,
     DemandSummary,
     SizedSummary,
@@ -75,7 +76,7 @@ class _Table(Struct, frozen=True, kw_only=True):
 
 def size_table(summary: SizeSummary) -> str:
     """For the terminal."""
-    warnings = "".join(f"{warning}\n\n" for warning in warnings_of(summary))
+    warnings = "".join(f"{warning}\n\n" for warning in _warnings(summary))
     told = (_option_rows(summary), _bound_rows(summary), _headroom_rows(summary))
     parts = [table(rows) for rows in told if len(rows) > 1]
     parts.append("\n".join(_sentences(summary)))
@@ -85,7 +86,7 @@ def size_table(summary: SizeSummary) -> str:
 def size_report(summary: SizeSummary) -> str:
     """report.md of a sizing."""
     notes = "" if summary.complete else f"**{_NOT_COMPLETE}**\n\n"
-    notes += "".join(f"**{warning}**\n\n" for warning in warnings_of(summary))
+    notes += "".join(f"**{warning}**\n\n" for warning in _warnings(summary))
     parts = [f"# Pods for {summary.conditions['trace']}\n\n{notes}{_conclusion(summary)}"]
     parts += [one.markdown() for one in _tables(summary)]
     if basis := _basis(summary):
@@ -99,7 +100,7 @@ def size_report(summary: SizeSummary) -> str:
 def size_page(summary: SizeSummary) -> str:
     """report.html: the frontier, the trace over time, and all numbers."""
     note = [] if summary.complete else [_NOT_COMPLETE]
-    introduction = [_conclusion(summary), *note, *warnings_of(summary), *_basis(summary)]
+    introduction = [*_warnings(summary), _conclusion(summary), *note, *_basis(summary)]
     figures = [one.figure() for one in _tables(summary)]
     return page(
         f"Pods for {summary.conditions['trace']}",
@@ -110,6 +111,12 @@ def size_page(summary: SizeSummary) -> str:
         + figure("What was run", facts_table(condition_rows(summary.conditions)))
         + page_foot(summary.assumptions),
     )
+
+
+def _warnings(summary: SizeSummary) -> list[str]:
+    """Return what would mislead a reader, the exclusion first."""
+    told = summary.warm_up.warning
+    return [*([f"Warning: {told}"] if told else []), *warnings_of(summary)]
 
 
 def _tables(summary: SizeSummary) -> list[_Table]:
@@ -209,7 +216,7 @@ def _pods(pods: int | None, summary: SizeSummary) -> str:
 
 
 def _bound_rows(summary: SizeSummary) -> list[list[str]]:
-    rows = [["option", "pods", "bound", "limit", "figure", "95 % sure of", "used"]]
+    rows = [["option", "pods", "bound", "limit", "figure", "95 % limit", "used"]]
     for option in summary.options:
         shown = _found(option) or next(reversed(option.counts), None)
         if shown is None:
@@ -218,7 +225,7 @@ def _bound_rows(summary: SizeSummary) -> list[list[str]]:
             [
                 name_of(option),
                 f"{shown.pods:,}",
-                bound.name,
+                _part_of(bound),
                 _limit(bound.name, bound.limit),
                 _shown(bound.name, bound.figure.value),
                 _shown(bound.name, bound.sure),
@@ -227,6 +234,11 @@ def _bound_rows(summary: SizeSummary) -> list[list[str]]:
             for bound in shown.bounds
         ]
     return rows
+
+
+def _part_of(bound: BoundSummary) -> str:
+    """Return the name of a bound, and of which part of the traffic its figure is."""
+    return f"{bound.name}, busiest part" if bound.busiest else bound.name
 
 
 def _found(option: SizedSummary) -> CountSummary | None:
@@ -252,7 +264,7 @@ def _autoscaling_rows(summary: SizeSummary) -> list[list[str]]:
     if found.pod_hours is not None and found.fixed_pod_hours:
         saved = 1 - found.pod_hours / found.fixed_pod_hours
     kept = "cannot be told of one run" if found.kept is None else "yes" if found.kept else "no"
-    broken = [bound.name for bound in found.bounds if not bound.kept_by_figure]
+    broken = [_part_of(bound) for bound in found.bounds if not bound.kept_by_figure]
     return [
         *rows,
         ["target of HPA or KEDA", f"{number(found.target)} {found.metric} a pod"],
@@ -309,7 +321,7 @@ def _conclusion(summary: SizeSummary) -> str:
     if option.pods_perhaps is not None:
         told += (
             f" {option.pods_perhaps:,} might do: the figures keep the bounds there, and their "
-            "intervals do not; a longer trace or more seeds could tell."
+            "95 % limits do not; a longer trace or more seeds could tell."
         )
     return told
 
@@ -340,9 +352,9 @@ def _nearest(summary: SizeSummary) -> str:
         return ""
     used, pods, name, nearest = min(tried, key=lambda one: one[:3])
     bound = next(one for one in nearest.bounds if one.used == used)
-    sure = "" if bound.sure is None else f" (95 % sure of {_shown(bound.name, bound.sure)})"
+    sure = "" if bound.sure is None else f" (95 % limit {_shown(bound.name, bound.sure)})"
     return (
-        f" Nearest came {pods:,} pod{'' if pods == 1 else 's'} of {name}: {bound.name} was "
+        f" Nearest came {pods:,} pod{'' if pods == 1 else 's'} of {name}: {_part_of(bound)} was "
         f"{_shown(bound.name, bound.figure.value)}{sure}, and is to be "
         f"{_limit(bound.name, bound.limit)}."
     )
@@ -389,12 +401,30 @@ def _basis(summary: SizeSummary) -> list[str]:
         )
     if summary.runs:
         told.append(f"{varied_sentences(summary)} {windows_sentence(summary.runs)}")
+        told.append(_judged(summary))
         told.append(
-            "A bound is kept if the one-sided 95 % interval of its figure is within it: that is said "
-            "of such traffic at large, not of every hour of it, nor of an engine that is unlike its "
-            f"profile. {_neighbours(summary)}"
+            "A bound is kept if its 95 % limit is within it: 19 of 20 further stretches of such traffic "
+            "keep it. That says nothing of traffic that is unlike all of the trace, nor of an engine "
+            f"that is unlike its profile. {_neighbours(summary)}"
         )
     return told
+
+
+def _judged(summary: SizeSummary) -> str:
+    """Return which part of the traffic each bound is judged on, and why that part begins there."""
+    part = summary.warm_up
+    length = limit(round(part.busiest_s))
+    told = (
+        f"Each bound is judged on all of the traffic after the warm-up, and on its busiest {length} "
+        "alone. The busiest part is where the requests that arrive ask for most work: prompt tokens "
+        "that were not cached, and ten times the output tokens."
+    )
+    if part.given:
+        return f"{told} The warm-up is that of --warm-up."
+    return (
+        f"{told} The warm-up is {limit(part.seconds)} of the trace at every load: caches need "
+        f"{limit(part.needed_s)}, at most a fifth of the requests is excluded, and never the busiest part."
+    )
 
 
 def _neighbours(summary: SizeSummary) -> str:

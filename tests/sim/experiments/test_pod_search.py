@@ -31,6 +31,16 @@ def test_it_finds_what_trying_every_number_finds(highest):
             assert found == smallest_of_all(table) == (needed if needed <= highest else None)
 
 
+def test_it_looks_no_lower_than_it_is_told():
+    """Fewer are known not to be enough, whatever a try of them would say."""
+    for lowest in range(1, 9):
+        known = {}
+        while (step := next_step(known, start=8, lowest=lowest, highest=64)).ask is not None:
+            known[step.ask] = step.ask >= 3
+        assert step.found == max(3, lowest)
+        assert min(known) >= lowest
+
+
 def test_it_tries_few():
     """Of 256 numbers no more than two a doubling, from a start that is far off too."""
     for needed in range(1, 257):

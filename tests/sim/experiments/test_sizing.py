@@ -10,9 +10,18 @@ from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.experiments.demand import demand_of
 from sim.experiments.run import RunSettings
 from sim.experiments.run_journal import StoppedError
-from sim.experiments.sizing import GROWTH, ONE_LOST, TARGET_SHARES, Option, Sizing, SizingTask
+from sim.experiments.sizing import (
+    GROWTH,
+    ONE_LOST,
+    TARGET_SHARES,
+    Option,
+    Sizing,
+    SizingTask,
+    at_load,
+)
+from sim.experiments.warm_up import WarmUp
 from sim.measurement.objectives import bounds_in
-from sim.measurement.summaries import KeptRun
+from sim.measurement.summaries import KeptRun, PartSummary
 from tests.sim.made import arrival, filled
 
 SEEDS = 5
@@ -51,7 +60,7 @@ def pods_of(settings):
 
 def needing(pods):
     """Enough from so many on, for any number of them a little different from seed to seed."""
-    return lambda settings: pods / pods_of(settings) - 0.001 * settings.repetition
+    return lambda settings: pods / pods_of(settings) - 0.001 * (5 + settings.repetition)
 
 
 def option(profile=CARD, policy="default", price=None):
@@ -79,8 +88,12 @@ def task(options=None, *, sized_s_max=3600.0, pods_max=32, every_count=False):
         demand=demand_of(
             [arrival(at, time_s=10.0 * at) for at in range(100)], sized_s_max=sized_s_max
         ),
+        warm_up=WarmUp(
+            seconds=20.0, given=False, needed_s=20.0, share_excluded=0.02, busiest_s=60.0,
+            busiest_from_s=100.0, busiest_excluded=False,
+        ),
         options=options or [option()],
-    )
+    )  # fmt: skip
 
 
 def carried_out(ttft_s, **of):
@@ -280,3 +293,55 @@ def test_no_more_are_in_flight_than_came():
     sizing = Sizing(task(), AtOnce(needing(4)))
     sizing.carry_out()
     assert sizing.autoscaled[0].target == 100 / 4
+
+
+def test_more_traffic_never_needs_fewer_pods():
+    """Where fewer are enough by luck: one pod less is not enough for the traffic as it is."""
+
+    def ttft_s(settings):
+        needed = 4 if settings.speed == 1.0 and settings.scenario is None else 3
+        return 0.5 if pods_of(settings) >= needed else 2.0
+
+    sizing, runs = carried_out(ttft_s)
+    assert sizing.options[0].pods == 4
+    assert sizing.headroom[GROWTH].pods == 4
+    assert sizing.headroom[ONE_LOST].pods == 4
+    assert not [one for one in runs.asked if one.speed > 1.0 and pods_of(one) < 4]
+
+
+def test_the_same_part_of_the_trace_is_excluded_at_every_load():
+    """Twice as fast it takes half the time; the busiest part likewise."""
+    usual = replace(option().settings, speed=2.0, warm_up_s=30.0, busiest_s=60.0)
+    faster = at_load(usual, 1.5)
+    assert (faster.speed, faster.warm_up_s, faster.busiest_s) == (3.0, 20.0, 40.0)
+    unset = at_load(option().settings, 2.0)
+    assert (unset.speed, unset.warm_up_s, unset.busiest_s) == (2.0, None, None)
+
+
+def test_a_number_that_breaks_a_bound_only_in_the_busiest_part_is_not_enough():
+    """All of the traffic keeps it with two pods, the busiest part with five."""
+
+    def run(settings):
+        pods = pods_of(settings)
+        busiest = {"requests": {"sent": 10, "complete": 10}, "ttft_s": {"p90": 5.0 / pods}}
+        return filled(
+            KeptRun,
+            requests={"sent": 100, "complete": 100},
+            ttft_s={"p90": 2.0 / pods},
+            busiest=filled(PartSummary, **busiest),
+            traffic={"generated": True},
+        )
+
+    class Parts:
+        def of(self, wanted):
+            return [run(settings) for settings in wanted]
+
+    sizing = Sizing(replace(task(), answer_only=True), Parts())
+    sizing.carry_out()
+    found = sizing.options[0]
+    assert found.pods == 5
+    told = {one.pods: one.bounds for one in found.counts()}[4]
+    assert [(one.name, one.busiest, one.kept_by_figure) for one in told] == [
+        ("ttft-p90", False, True), ("lost", False, True),
+        ("ttft-p90", True, False), ("lost", True, True),
+    ]  # fmt: skip

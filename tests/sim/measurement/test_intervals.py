@@ -11,6 +11,7 @@ from sim.measurement.intervals import (
     compare_runs,
     confidence_limit,
     estimated,
+    prediction_limit,
     student_t,
 )
 from sim.measurement.measures import Measures, Targets, figures_of
@@ -59,6 +60,25 @@ def test_one_end_alone_is_nearer():
     assert above == pytest.approx(2.7 + half, rel=0.01)
     assert below == pytest.approx(2.7 - half, rel=0.05)
     assert confidence_limit(values[:2], drawn(2), upper=True) is None
+
+
+def test_a_fresh_draw_keeps_the_prediction_limit():
+    """The textbook's, on either side; 95 % of fresh draws keep it, and of a recording both are one."""
+    values = [1.0, 3.0, 0.5, 2.0, 7.0]
+    half = 2.132 * np.std(values, ddof=1) * math.sqrt(1 + 1 / 5)
+    above, below = (prediction_limit(values, drawn(5), upper=one) for one in (True, False))
+    assert above == pytest.approx(2.7 + half, rel=0.01)
+    assert below == pytest.approx(2.7 - half, rel=0.01)
+    assert prediction_limit(values[:2], drawn(2), upper=True) is None
+    random = Random(1)
+    kept = 0
+    for _ in range(4_000):
+        *seen, fresh = (random.gauss(10, 2) for _ in range(6))
+        kept += fresh <= prediction_limit(seen, drawn(5), upper=True)
+    assert 0.935 < kept / 4_000 < 0.965
+    assert prediction_limit(values, recorded(5), upper=True) == confidence_limit(
+        values, recorded(5), upper=True
+    )
 
 
 def test_a_recorded_trace_keeps_its_own_figure():

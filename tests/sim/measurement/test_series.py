@@ -3,7 +3,7 @@ import tracemalloc
 
 import numpy as np
 
-from sim.measurement.measures import COLUMNS, Series
+from sim.measurement.measures import COLUMNS, Series, busiest_from_s
 
 REQUESTS = 100_000
 
@@ -40,3 +40,17 @@ def test_another_process_gets_only_what_is_asked_for() -> None:
     sent = pickle.dumps(part)
     assert len(sent) < 5_000
     assert pickle.loads(sent).e2e_s.tolist() == part.e2e_s.tolist()
+
+
+def test_the_busiest_stretch_is_found() -> None:
+    times_s = np.array([5.0, 0.0, 1.0, 9.0, 9.5])
+    work = np.array([10.0, 3.0, 3.0, 4.0, 4.0])
+    assert busiest_from_s(times_s, work, 2.0) == 5.0
+    assert busiest_from_s(times_s, work, 4.6) == 5.0, "10 + 4 + 4"
+    assert busiest_from_s(times_s, np.ones(5), 2.0) == 0.0, "the first of several equals"
+    assert busiest_from_s(times_s, np.ones(5), 0.9) == 9.0
+    assert busiest_from_s(np.array([]), np.array([]), 2.0) == 0.0
+
+
+def test_a_part_ends_before_its_end() -> None:
+    assert made(10).since(4.0, 7.0).ttft_s.tolist() == [4, 5, 6]

@@ -125,7 +125,7 @@ def test_where_nothing_is_enough_it_says_why_and_how_far_the_best_is_from_it():
     for told in (size_table, size_report, size_page):
         assert (
             "No option keeps all bounds with up to 64 pods. Nearest came 64 pods of a-card, default: "
-            "ttft-p90 was 1.89 s (95 % sure of 2.10 s), and is to be at most 2 s."
+            "ttft-p90 was 1.89 s (95 % limit 2.10 s), and is to be at most 2 s."
         ) in told(NONE)
         assert "more than 64" in told(NONE)
     report = size_report(NONE)

@@ -1,0 +1,196 @@
+"""Hold the answers of `sim size` to more traffic: `python -m docs.how_many_pods TRACES --out DIR`.
+
+TRACES is a folder with azure_2023_code.csv and mooncake_conversation.jsonl. The command writes two
+tables into docs/how-many-pods.md: the number of pods at 1, 1.3 and 2 times the traffic, by the search
+and by every number of pods, and how many of 20 fresh draws meet the SLO with the answered number. The
+same command continues where it was stopped.
+"""
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from docs.sizes import checked
+from sim.__main__ import main as sim
+from sim.cluster.built_in import DEFAULT_POLICY
+from sim.cluster.policies import policy_source
+from sim.cluster.settings import ClusterSettings
+from sim.cluster.simulated_pod import PodKind
+from sim.engine.profiles import DEFAULT_PROFILE, find_profile
+from sim.experiments.jobs import Crew
+from sim.experiments.run import RunSettings
+from sim.measurement.objectives import bounds_in
+from sim.measurement.summaries import RunSummary, SizedSummary, WarmUpSummary
+from sim.reports.report import markdown_table
+from sim.reports.size_report import number_of_pods
+
+PAGE: Final = Path(__file__).with_name("how-many-pods.md")
+LOADS: Final = (1.0, 1.3, 2.0)
+SEEDS: Final = 4
+STRETCH_S: Final = 60.0
+"""Every number of pods takes a run a seed at each load: longer stretches of the recordings would be hours."""
+DRAWS: Final = 20
+FRESH_SEED: Final = 1_001
+"""The first of the seeds of the fresh draws, none of which a sizing uses."""
+
+
+class Case(Struct, frozen=True, kw_only=True):
+    """A trace, and what is asked of the pods."""
+
+    generate: str = ""
+    """Arguments of `sim trace generate`; "" if the trace is recorded."""
+    recorded: str = ""
+    """File name of a recording, of which the busiest `STRETCH_S` are sized for."""
+    slo: str
+    pods_max: int
+    fresh: bool = False
+    """Whether fresh draws are simulated."""
+
+    @property
+    def name(self) -> str:
+        """Return what tells it from the others."""
+        return self.generate or self.recorded
+
+
+CASES: Final = (
+    Case(generate="interactive-chat --rate 6 --duration 60", slo="ttft-p90=0.3", pods_max=8, fresh=True),
+    Case(generate="multi-turn --rate 4 --duration 100", slo="ttft-p90=0.12", pods_max=6),
+    Case(generate="interactive-chat --rate 2 --duration 120 --steady", slo="ttft-p90=0.2", pods_max=6, fresh=True),
+    Case(generate="shared-prefix --rate 30 --duration 30", slo="ttft-p90=0.15,itl-p99=0.05", pods_max=8, fresh=True),
+    Case(generate="zero-reuse --rate 12 --duration 45", slo="ttft-p90=0.25", pods_max=6),
+    Case(recorded="azure_2023_code.csv", slo="ttft-p90=1", pods_max=10),
+    Case(recorded="mooncake_conversation.jsonl", slo="ttft-p90=2", pods_max=12),
+)  # fmt: skip
+
+
+class Sized(Struct, frozen=True, kw_only=True):
+    """What is read of a sizing's summary.json."""
+
+    conditions: dict[str, Any]
+    warm_up: WarmUpSummary
+    options: list[SizedSummary]
+
+
+class Fresh(Struct, frozen=True, kw_only=True):
+    """How fresh draws of one generator did with the answered number of pods."""
+
+    case: Case
+    pods: int
+    met: int
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0: the tables are written. Else the exit code of the sizing that did not end."""
+    parser = argparse.ArgumentParser(prog="python -m docs.how_many_pods", description=__doc__)
+    parser.add_argument("traces", type=Path, metavar="TRACES", help="folder of the recordings")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="runs are kept here")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes (1)")
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    answers: list[list[Sized]] = []
+    for case in CASES:
+        trace = _trace(case, options.traces, options.out)
+        answers.append([])
+        for load in LOADS:
+            folder = options.out / f"{_file_name(case)}-{load:g}"
+            code = sim(
+                ["size", str(trace), "--slo", case.slo, "--speed", f"{load:g}", "--pods-max",
+                 str(case.pods_max), "--seeds", str(SEEDS), "--answer-only", "--every-count",
+                 *(["--stretch", f"{STRETCH_S:g}"] if case.recorded else []), "--workers", str(options.workers), "--out", str(folder)]
+            )  # fmt: skip
+            if code:
+                return code
+            answers[-1].append(
+                msgspec.json.decode((folder / "summary.json").read_bytes(), type=Sized)
+            )
+    fresh = [
+        _fresh(case, sized[0], options.out, options.workers)
+        for case, sized in zip(CASES, answers, strict=True)
+        if case.fresh
+    ]
+    page = PAGE.read_text(encoding="utf-8")
+    page = with_table(page, "loads", load_rows(CASES, answers))
+    page = with_table(page, "draws", draw_rows(fresh))
+    PAGE.write_text(page, encoding="utf-8")
+    return 0
+
+
+def with_table(page: str, name: str, rows: list[list[str]]) -> str:
+    """Return the page with the table between the marks of `name` replaced."""
+    begin, end = f"<!-- {name}, by `python -m docs.how_many_pods` -->", f"<!-- end of {name} -->"
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n\n{markdown_table(rows)}\n\n{end}{after}"
+
+
+def load_rows(cases: Sequence[Case], answers: Sequence[Sequence[Sized]]) -> list[list[str]]:
+    """A row a trace: pods by the search and by every number, for each load."""
+    heads = [f"pods at {load:g} times" for load in LOADS]
+    rows = [["trace", "SLO", *heads, *(f"{head}, every number" for head in heads)]]
+    for case, sized in zip(cases, answers, strict=True):
+        found = [number_of_pods(one.options[0].pods) for one in sized]
+        every = [number_of_pods(checked(one.options[0]).pods) for one in sized]
+        rows.append([f"`{case.name}`", f"`{case.slo}`", *found, *every])
+    return rows
+
+
+def draw_rows(fresh: Sequence[Fresh]) -> list[list[str]]:
+    """A row a generator: how many fresh draws meet the SLO, all of the traffic and its busiest part."""
+    rows = [["traffic", "SLO", "pods", "fresh draws", "draws that meet the SLO"]]
+    rows += [
+        [f"`{one.case.name}`", f"`{one.case.slo}`", f"{one.pods}", f"{DRAWS}", f"{one.met}"]
+        for one in fresh
+    ]
+    return rows
+
+
+def meets(slo: str, run: RunSummary) -> bool:
+    """Return whether a run keeps each bound, on all of the traffic and on its busiest part."""
+    parts = [run, run.busiest]
+    return all(bound.kept_by(bound.value_of(part)) for bound in bounds_in(slo) for part in parts)  # type: ignore[arg-type]
+
+
+def _trace(case: Case, recordings: Path, out: Path, seed: int = 1) -> Path:
+    """Return the trace of a case, which is generated if it is not there yet."""
+    if not case.generate:
+        return recordings / case.name
+    path = out / f"{_file_name(case)}-seed-{seed}.jsonl"
+    if not path.exists():
+        code = sim(["trace", "generate", *case.generate.split(), "--seed", str(seed), "--out", str(path)])  # fmt: skip
+        if code:
+            raise SystemExit(code)
+    return path
+
+
+def _fresh(case: Case, sized: Sized, out: Path, workers: int) -> Fresh:
+    """Simulate fresh draws of a generator with the number of pods that was found."""
+    pods = sized.options[0].pods
+    assert pods is not None, case.name
+    kinds = (PodKind.of(find_profile(DEFAULT_PROFILE)),) * pods
+    jobs = [
+        RunSettings(
+            trace=str(_trace(case, out, out, seed)),
+            policy=policy_source(DEFAULT_POLICY),
+            cluster=ClusterSettings(pods=kinds),
+            seed=seed,
+            warm_up_s=sized.warm_up.seconds,
+            busiest_s=sized.warm_up.busiest_s,
+        )
+        for seed in range(FRESH_SEED, FRESH_SEED + DRAWS)
+    ]
+    with Crew(workers) as crew:
+        runs = [result.summary for _, result in crew.results(jobs)]
+    return Fresh(case=case, pods=pods, met=sum(meets(case.slo, run) for run in runs))
+
+
+def _file_name(case: Case) -> str:
+    return re.sub(r"[^\w.]+", "-", case.name)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

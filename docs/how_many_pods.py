@@ -59,12 +59,12 @@ class Case(Struct, frozen=True, kw_only=True):
 
 CASES: Final = (
     Case(generate="interactive-chat --rate 6 --duration 60", slo="ttft-p90=0.3", pods_max=8, fresh=True),
-    Case(generate="multi-turn --rate 4 --duration 100", slo="ttft-p90=0.12", pods_max=6),
-    Case(generate="interactive-chat --rate 2 --duration 120 --steady", slo="ttft-p90=0.2", pods_max=6, fresh=True),
-    Case(generate="shared-prefix --rate 30 --duration 30", slo="ttft-p90=0.15,itl-p99=0.05", pods_max=8, fresh=True),
+    Case(generate="multi-turn --rate 4 --duration 100", slo="ttft-p90=0.3", pods_max=6),
+    Case(generate="interactive-chat --rate 2 --duration 120 --steady", slo="ttft-p90=0.4", pods_max=6, fresh=True),
+    Case(generate="shared-prefix --rate 30 --duration 30", slo="ttft-p90=0.15,itl-p99=0.03", pods_max=6, fresh=True),
     Case(generate="zero-reuse --rate 12 --duration 45", slo="ttft-p90=0.25", pods_max=6),
-    Case(recorded="azure_2023_code.csv", slo="ttft-p90=1", pods_max=10),
-    Case(recorded="mooncake_conversation.jsonl", slo="ttft-p90=2", pods_max=12),
+    Case(recorded="azure_2023_code.csv", slo="ttft-p90=1", pods_max=6),
+    Case(recorded="mooncake_conversation.jsonl", slo="ttft-p90=2", pods_max=9),
 )  # fmt: skip
 
 

@@ -1,6 +1,5 @@
 """How much a trace asks for, over time: the stretch that pods are sized for, and a first guess."""
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -91,12 +90,14 @@ def demand_of(arrivals: Iterable[Arrival], *, sized_s_max: Seconds) -> TraceDema
         raise ValueError("no requests")
     span_s = times_s[-1]
     whole = _stretch(0.0, span_s, range(len(times_s)), work)
-    step_s = max(STRETCH_S_MIN, span_s / STRETCHES_MAX)
+    # All are equally long, so that the last one does not look idle.
+    steps = min(max(1, int(span_s / STRETCH_S_MIN)), STRETCHES_MAX)
+    step_s = span_s / steps
     # The last request belongs to the stretch that ends with it.
-    last = max(0, math.ceil(span_s / step_s) - 1)
+    last = steps - 1
     firsts: dict[int, int] = {}
     for at, time_s in enumerate(times_s):
-        firsts.setdefault(min(int(time_s / step_s), last), at)
+        firsts.setdefault(min(int(time_s / step_s), last) if step_s else 0, at)
     ends = [*list(firsts.values())[1:], len(times_s)]
     over_time = [
         _stretch(number * step_s, min((number + 1) * step_s, span_s), range(first, end), work)

@@ -12,6 +12,7 @@ from sim.measurement.summaries import (
     DemandSummary,
     SizedSummary,
     SizeSummary,
+    WarmUpSummary,
 )
 from sim.reports.charts import (
     Axis,
@@ -419,11 +420,21 @@ def _judged(summary: SizeSummary) -> str:
         "alone. The busiest part is where the requests that arrive ask for most work: prompt tokens "
         "that were not cached, and ten times the output tokens."
     )
+    return f"{told} {_why_excluded(part)}"
+
+
+def _why_excluded(part: WarmUpSummary) -> str:
+    """Return why the warm-up is as long as it is."""
     if part.given:
-        return f"{told} The warm-up is that of --warm-up."
+        return "The warm-up is that of --warm-up."
+    if not part.needed_s:
+        return "Caches need no warm-up for this traffic."
+    told = f"The warm-up is the first {seconds(part.seconds)} of the trace at every load"
+    if part.seconds >= part.needed_s:
+        return f"{told}, as long as caches need."
     return (
-        f"{told} The warm-up is {limit(part.seconds)} of the trace at every load: caches need "
-        f"{limit(part.needed_s)}, at most a fifth of the requests is excluded, and never the busiest part."
+        f"{told}. Caches need {seconds(part.needed_s)}, but more would exclude over a fifth of the "
+        "requests, or the busiest part."
     )
 
 

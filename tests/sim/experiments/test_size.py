@@ -222,3 +222,107 @@ def test_without_prices_pods_of_one_kind_have_a_front():
     assert [option.on_front for option in _with_front([one, other, beaten])] == [True, True, False]
     mixed = [one, replace(other, profile="b")]
     assert [option.on_front for option in _with_front(mixed)] == [False, False]
+
+
+MEANS = ("--requests-per-s", "30", "--prompt-tokens", "500", "--output-tokens", "20")
+
+
+def sized_without_a_trace(out, *arguments):
+    return main(["size", *SLO, *map(str, arguments), "--out", str(out)])
+
+
+def test_three_numbers_are_enough(tmp_path, capsys):
+    """The traffic that they describe is kept beside the answer, and can be sized as any trace."""
+    out, again = tmp_path / "out", tmp_path / "again"
+    few = ("--pods-max", "3", "--seeds", "3", "--workers", "1", "--answer-only")
+    few = (*few, "--requests", "300")
+    assert sized_without_a_trace(out, *MEANS, *few) == 0
+    told = capsys.readouterr().out
+    assert "1 pod of llama-3.1-8b-h100-tp1 under default keeps ttft-p90 at most 250 ms" in told
+    assert (out / "report.md").read_text().startswith(
+        "# Pods for 30 requests/s, 500 prompt and 20 output tokens\n"
+    )  # fmt: skip
+    summary = summary_of(out)
+    assert summary["generated"]
+    mean = summary["trace"]["prompt_tokens"] / summary["trace"]["requests"]
+    assert mean == pytest.approx(500, rel=0.25)
+    assert sized_without_a_trace(out, *MEANS, *few) == 0, "the same command continues"
+    assert "going on from" in capsys.readouterr().out
+    other = (*MEANS[:1], "40", *MEANS[2:])
+    assert sized_without_a_trace(out, *other, *few) == 1
+    assert "is other traffic than these numbers describe" in capsys.readouterr().err
+    assert main(["size", str(out / "traffic.yaml"), *SLO, *few, "--out", str(again)]) == 0
+    assert summary_of(again)["options"] == summary["options"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ((), "TRACE is missing; without a trace, give --requests-per-s, --prompt-tokens, --output"),
+        (MEANS[:4], "--output-tokens is missing: traffic without a trace needs --requests-per-s"),
+        (("day.jsonl", *MEANS), "--requests-per-s does not go with TRACE: give one of them"),
+        (
+            (*MEANS[:2], "--prompt-tokens", "200000", *MEANS[4:]),
+            "a request of 200,020 tokens on average does not fit llama-3.1-8b-h100-tp1",
+        ),
+    ],
+)
+def test_numbers_that_describe_no_traffic_are_refused(tmp_path, flags, told, capsys):
+    """In a sentence, with exit code 2, and nothing is written."""
+    out = tmp_path / "out"
+    assert sized_without_a_trace(out, *flags) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"sim: {told}")
+    assert errors.count("\n") == 1
+    assert not out.exists()
+
+
+def test_the_first_line_warns_of_a_warm_up_that_excludes_too_much(trace, tmp_path, capsys):
+    """It says what to do; the report begins with it too."""
+    flags = (*SLO, *SMALL[:-2], "--answer-only", "--workers", "1", "--warm-up", "3")
+    out = tmp_path / "out"
+    assert size(trace, *flags, "--out", out) == 0
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("Warning: The warm-up of 3 s excludes ")
+    assert "% of the requests" in first
+    assert "Leave out --warm-up" in first
+    assert f"**{first}**" in (out / "report.md").read_text()
+    assert first in (out / "report.html").read_text()
+    assert summary_of(out)["warm_up"]["given"]
+
+
+def test_what_is_judged_is_told(sized):
+    """All of the traffic and its busiest part, each with its limit; and what is excluded, and why."""
+    summary = summary_of(sized)
+    part = summary["warm_up"]
+    assert not part["warning"]
+    assert part["share_excluded"] <= 0.2
+    bounds = [(one["name"], one["busiest"]) for one in summary["options"][0]["counts"][0]["bounds"]]
+    assert bounds == [
+        ("ttft-p90", False), ("lost", False), ("ttft-p90", True), ("lost", True),
+    ]  # fmt: skip
+    assert "on its busiest" in (sized / "report.md").read_text()
+    assert "ttft-p90, busiest part" in (sized / "report.md").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1_800)
+@pytest.mark.parametrize(
+    ("workload", "slo"),
+    [
+        ("interactive-chat --rate 6 --duration 120", "ttft-p90=0.3"),
+        ("multi-turn --rate 4 --duration 150", "ttft-p90=0.12"),
+    ],
+)
+def test_more_of_the_same_traffic_needs_no_fewer_pods(tmp_path, workload, slo):
+    """The first needed 4 pods, and 3 for 1.3 times as much, when its busiest minute was excluded."""
+    trace = tmp_path / "trace.jsonl"
+    assert main(["trace", "generate", *workload.split(), "--out", str(trace)]) == 0
+    found = []
+    for load in ("1", "1.3", "2"):
+        out = tmp_path / load
+        flags = ("--slo", slo, "--speed", load, "--answer-only", "--pods-max", "12", "--out", out)
+        assert main(["size", str(trace), *map(str, flags)]) == 0
+        found.append(summary_of(out)["options"][0]["pods"])
+    assert None not in found
+    assert found == sorted(found)

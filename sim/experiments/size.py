@@ -116,7 +116,7 @@ def _add_answer_options(parser: argparse.ArgumentParser) -> None:
         help="cost of a pod of PROFILE for an hour, in your currency; once for each profile")  # fmt: skip
     add("--pods-max", type=_pods, default=64, metavar="N", help="largest number of pods tried (64)")
     add("--stretch", type=_seconds, default=3600.0, metavar="S",
-        help="of a longer trace only the busiest S seconds are simulated (3600)")  # fmt: skip
+        help="of a longer trace only its busiest S seconds are simulated, the same at every --speed (3600)")  # fmt: skip
     add("--growth", type=_factor, default=1.3, metavar="X",
         help="headroom: the pods needed for X times the traffic (1.3)")  # fmt: skip
     add("--pod-startup", type=_seconds, default=120.0, metavar="S",
@@ -495,11 +495,14 @@ def _with_front(options: list[SizedSummary]) -> list[SizedSummary]:
 
 
 def _demand(settings: RunSettings, stretch_s: float) -> TraceDemand:
-    """Raises as the reading of the trace does."""
+    """Return what the trace asks for; `stretch_s` is of the trace, so that it is one at every speed.
+
+    Raises as the reading of the trace does.
+    """
     trace = open_trace(Path(settings.trace), settings.read)
     arrivals = islice(trace, settings.requests_max)
     try:
-        return demand_of(arrivals, sized_s_max=stretch_s * settings.speed)
+        return demand_of(arrivals, sized_s_max=stretch_s)
     except ValueError as problem:
         if str(problem) != "no requests":
             raise

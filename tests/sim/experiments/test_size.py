@@ -326,3 +326,17 @@ def test_more_of_the_same_traffic_needs_no_fewer_pods(tmp_path, workload, slo):
         found.append(summary_of(out)["options"][0]["pods"])
     assert None not in found
     assert found == sorted(found)
+
+
+def test_a_long_trace_is_sized_for_the_same_requests_at_every_speed(trace, tmp_path):
+    """Else more traffic would be other traffic, with more requests to be sure of."""
+    flags = ("--slo", "ttft-p90=60", "--pods-max", "1", "--seeds", "3", "--workers", "1")
+    parts = []
+    for speed in ("1", "2"):
+        out = tmp_path / speed
+        more = ("--stretch", "2", "--speed", speed, "--answer-only", "--out", out)
+        assert size(trace, *flags, *more) == 0
+        summary = summary_of(out)
+        assert summary["sized_for"]["requests"] < summary["trace"]["requests"]
+        parts.append(summary["sized_for"])
+    assert parts[0] == parts[1]

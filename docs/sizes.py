@@ -26,7 +26,7 @@ END: Final = "<!-- end of sizes -->"
 SLO: Final = "ttft-p90=2,itl-p99=0.15"
 SPEED: Final = 3.0
 """Speed of the replay; the published hours have few requests for one GPU."""
-STRETCH_S: Final = 30.0
+STRETCH_S: Final = 90.0
 """Length of the stretch; every number of pods takes one run per seed, which would take hours for
 an hour.
 """

@@ -130,7 +130,7 @@ def with_table(page: str, name: str, rows: list[list[str]]) -> str:
 
 def load_rows(cases: Sequence[Case], answers: Sequence[Sequence[Sized]]) -> list[list[str]]:
     """A row a trace: pods by the search and by every number, for each load."""
-    heads = [f"pods at {load:g} times" for load in LOADS]
+    heads = [f"load {load:g}" for load in LOADS]
     rows = [["trace", "SLO", *heads, *(f"{head}, every number" for head in heads)]]
     for case, sized in zip(cases, answers, strict=True):
         found = [number_of_pods(one.options[0].pods) for one in sized]

@@ -222,7 +222,7 @@ def _families() -> str:
 
 def _family(family: ModuleType) -> str:
     """Return the text of a family's module, and its plugins."""
-    head, _, rest = inspect.cleandoc(family.__doc__ or "").partition("\n\n")
+    head, _, rest = _unwrapped(inspect.cleandoc(family.__doc__ or "")).partition("\n\n")
     names = ", ".join(f"`{strategy.name}`" for strategy in family.STRATEGIES)
     parts = [f"## {family.__name__.rpartition('.')[2].replace('_', ' ').capitalize()}", head]
     parts += [f"Strategies: {names}."] + ([rest] if rest else [])
@@ -280,7 +280,12 @@ def _fields(kind: type[Any]) -> tuple[Field, ...]:
 def _prose(kind: type[Any]) -> str:
     """Return the docstring, with parameters written as in a document."""
     text = re.sub(r"\A`[\w-]+`: ", "", inspect.cleandoc(kind.__doc__ or ""))
-    return _spelt(text[:1].upper() + text[1:], _fields(kind))
+    return _unwrapped(_spelt(text[:1].upper() + text[1:], _fields(kind)))
+
+
+def _unwrapped(text: str) -> str:
+    """Return `text` with each paragraph, and each item of a list, on one line."""
+    return re.sub(r"(?<=\S)\n(?! *[-*] |\n| {4}) *(?=\S)", " ", text)
 
 
 def _spelt(text: str, fields: Sequence[Field]) -> str:

@@ -478,7 +478,9 @@ def test_an_aim_that_is_not_met_shows_its_floor_and_why():
     told = rows(results(cpu_us=300.0), TRANSPORTS)[0]
     assert told.verdict is Verdict.NOT_MET
     assert told.floor["ngh2"].median == 0.2
-    assert told.reason == "ngh2 that does nothing takes 0.2, the other 2.8 is the picker's own work"
+    assert told.reason == (
+        "the server on ngh2 that does nothing takes 0.2, the remaining 2.8 is the picker's own work"
+    )
     only_grpcio = rows(results(cpu_us=300.0), ["grpcio"])[0]
     assert only_grpcio.reason == "the floor of grpcio alone is 2.5"
 
@@ -547,4 +549,4 @@ def test_an_unknown_workload_is_a_sentence():
         check=False,
     )
     assert done.returncode == 2
-    assert "expected of --only some of 8kb," in done.stderr
+    assert "--only must name some of 8kb," in done.stderr

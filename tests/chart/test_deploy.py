@@ -226,7 +226,7 @@ def test_the_quick_start_fits_a_small_node(kubectl):
                     container["resources"]["requests"]["cpu"]
                 )
     assert asked <= 1_000
-    assert f"asks for {asked}m of CPU" in (DEPLOY / "README.md").read_text(encoding="utf-8")
+    assert f"request {asked}m of CPU" in (DEPLOY / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_pods_of_the_quick_start_are_those_of_the_base():

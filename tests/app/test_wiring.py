@@ -663,7 +663,7 @@ async def test_replicas_with_one_key_file_read_each_others_session_tokens(tmp_pa
         alone.observe(a=0, b=0)
         assert len({await alone.pick(x_session_token=newer) for _ in range(4)}) == 2
         (warning,) = [
-            line for line in alone.lines if "give --session-token-key-file" in line["event"]
+            line for line in alone.lines if "set --session-token-key-file" in line["event"]
         ]
         assert warning["log_level"] == "warning"
         assert "session-affinity-scorer" in warning["event"]

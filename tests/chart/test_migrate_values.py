@@ -237,7 +237,7 @@ def test_flags_that_would_not_start_are_not_written():
     assert run(with_configuration(valid, "{refresh-metrics-interval: soon}")).returncode == 1
     done = run(with_configuration(valid, "{refresh-metrics-interval: 50ms, enable-pprof: true}"))
     assert done.returncode == 0
-    assert "migrate-values: --enable-pprof has no effect: there is no" in done.stderr
+    assert "migrate-values: --enable-pprof has no effect: Go's profiler does not" in done.stderr
 
 
 def test_what_the_picker_would_warn_of_is_said():

@@ -130,7 +130,7 @@ def test_small_blocks_are_kept_and_nobody_is_warned_of_another_size():
         text_of = config_of(producer(type_name, blockSizeTokens=16), step("prefix-cache-scorer"))
         config = load_config(text_of, "made", plugin_tables())
         assert config.indexes[type_name].block_tokens == block_tokens
-        assert ["becomes it" in warning for warning in config.warnings] == (
+        assert ["is below the minimum" in warning for warning in config.warnings] == (
             [True] if block_tokens == 64 else []
         )
 

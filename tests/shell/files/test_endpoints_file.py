@@ -87,7 +87,7 @@ def test_no_endpoints_is_a_valid_file():
         ("\x00", "pods.yaml: not UTF-8 text in YAML or JSON"),
         ("[" * 100_000, "pods.yaml: line 1: is nested more than 32 levels deep"),
         ("endpoints: &all [*all]", "pods.yaml: line 1: alias *all is not supported"),
-        ("endpoints: []\nendpoints: []", "pods.yaml: line 2: key `endpoints` stands twice"),
+        ("endpoints: []\nendpoints: []", "pods.yaml: line 2: key `endpoints` appears twice"),
         (
             "endpoints: []\nobjectives: {a: x}",
             "pods.yaml: objectives[...]: expected a whole number",

@@ -114,5 +114,5 @@ async def test_a_page_tells_the_blocks_of_every_rank():
 
 async def test_without_a_plugin_ranks_are_not_heard():
     async with running_pod(kv_events=True, features=TWO) as pod, Picker(pod) as picker:
-        await eventually(lambda: "names 2 ranks behind 1 endpoint" in picker.row().problem)
+        await eventually(lambda: "lists 2 ranks behind 1 endpoint" in picker.row().problem)
         assert picker.row().state is StreamState.NONE

@@ -44,8 +44,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "and measure what clients see. Prompts are made-up text that shares where the trace says.",
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("trace", metavar="TRACE", help="a trace, or the directory of a live capture")
+    parser.add_argument(
+        "trace", metavar="TRACE", help="a trace, or the directory of a live capture"
+    )
+    add = parser.add_argument_group("Gateway").add_argument
     add(
         "--url", type=_url, required=True, metavar="URL", help="of the gateway, http:// or https://"
     )
@@ -58,6 +60,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--header-file", type=Path, metavar="FILE", help="the same, one a line: for keys")
     add("--pod-header", default="x-homing-endpoint", metavar="NAME",
         help="response header that tells who served (x-homing-endpoint)")  # fmt: skip
+    add = parser.add_argument_group("Load").add_argument
     add(
         "--speed",
         type=_positive,
@@ -75,8 +78,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="DIR",
         help="results of `sim replay --out`, to be shown beside",
     )
-    add_reading_flags(parser, "--trace-format")
     add("--seed", type=int, default=1, help="of a generated workload (1)")
+    add_reading_flags(parser, "--trace-format")
     add_output_options(parser)
     parser.set_defaults(run=run)
 

@@ -24,7 +24,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument
+    add = parser.add_argument_group("Pods").add_argument
     add("--pods", type=_between(1, _PODS_MAX), default=1, metavar="N", help="how many pods")
     add("--host", default="127.0.0.1", help="ip address to listen on")
     add(
@@ -41,7 +41,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="model and GPU: a built-in profile, FILE.toml or FILE.toml:NAME",
     )
     add("--model", metavar="NAME", help="served model name (default: the profile's)")
-    add_feature_flag(parser)
+    engine = parser.add_argument_group("Engine")
+    add_feature_flag(engine)
+    add = engine.add_argument
     add("--lora", action="append", default=[], metavar="NAME", help="an adapter; repeatable")
     add("--max-loras", type=_between(0, 10_000), default=4, metavar="N", help="adapter slots")
     add("--blocks", type=_between(2, 10_000_000), metavar="N", help="KV blocks (default: profile)")
@@ -64,6 +66,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="publish KV events, from this port on one a pod or rank, and behind them old ones again; "
         "free ports if none is given, which GET /kv_event_sources tells (default: no events)",
     )
+    add = parser.add_argument_group("Simulation and output").add_argument
     add("--speed", type=_speed, default=1.0, metavar="X", help="time runs X times as fast")
     add("--seed", type=int, default=1, help="decides the answers")
     add("--endpoints-out", type=Path, metavar="FILE", help="write the file epp serve reads")

@@ -66,7 +66,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "has been run is not run again: it goes on where it stopped.",
         allow_abbrev=False,
     )
-    add = parser.add_argument
+    add = parser.add_argument_group("Cells").add_argument
     add("--strategies", type=_names, metavar="A,B,...",
         help=f"names of sim strategies, or EndpointPickerConfigs in files; {_ALL}: all names "
         f"({_ALL}; with --size full the {len(LEADING)} leading ones)")  # fmt: skip
@@ -81,6 +81,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="how many, each with traffic and dice of its own (3)")  # fmt: skip
     add("--seed", type=int, default=1, help="the first of them (1)")
     cores = len(os.sched_getaffinity(0))
+    add = parser.add_argument_group("Execution and output").add_argument
     add("--executor", default=LOCAL, metavar="WHERE", help=f"{EXECUTOR_HELP} ({LOCAL})")
     add("--workers", type=count_of_runs, default=cores, metavar="N",
         help=f"processes on this machine (all cores: {cores})")  # fmt: skip

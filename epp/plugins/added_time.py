@@ -173,8 +173,10 @@ class AddedTime(Parameters, frozen=True, dict=True):
         adapter_s = None
         if candidates.adapters_reported:
             adapter_s = self._adapter_s(request, candidates)
-        if self.first_token_weight:
+        in_seconds = adapter_s is not None or not candidates.prefill_alike
+        if in_seconds or self.first_token_weight:
             speed = candidates.prefill_tokens_per_s
+        if self.first_token_weight:
             first = cost + prefill
             if adapter_s is not None:
                 first += adapter_s * speed
@@ -193,8 +195,8 @@ class AddedTime(Parameters, frozen=True, dict=True):
         requests *= np.array(decode_tokens * DECODE_SHARE * prompt_tokens)
         cost += requests
         self._add_memory(cost, load, to_compute, held_up, context, decode_tokens)
-        if adapter_s is not None or not candidates.prefill_alike:
-            cost /= candidates.prefill_tokens_per_s
+        if in_seconds:
+            cost /= speed
         if adapter_s is not None:
             cost += adapter_s
         return scores_of_cost(cost)

@@ -1,10 +1,9 @@
 """The tables of docs/estimates.md, of what `python -m docs.estimates` has measured."""
 
-from collections.abc import Sequence
-
 from docs.estimates import Results, published
 from sim.estimation.gpus import gpus
 from sim.estimation.roofline import KINDS
+from sim.reports.report import markdown_table
 
 
 def error_table(results: Results) -> str:
@@ -20,7 +19,7 @@ def error_table(results: Results) -> str:
                     f"± {error.decode:.0%}",
                 )
             )
-    return _table(rows, words=2)
+    return markdown_table(rows, text_columns=2)
 
 
 def left_table(results: Results) -> str:
@@ -32,7 +31,7 @@ def left_table(results: Results) -> str:
         (one.what, told[one.without], _per_cent(one.prefill), _per_cent(one.decode))
         for one in ordered
     ]
-    return _table(rows, words=2)
+    return markdown_table(rows, text_columns=2)
 
 
 def built_in_table(results: Results) -> str:
@@ -43,7 +42,7 @@ def built_in_table(results: Results) -> str:
         (f"`{one.what}`", told[one.without], _per_cent(one.prefill), _per_cent(one.decode))
         for one in results.built_in
     ]
-    return _table(rows, words=2)
+    return markdown_table(rows, text_columns=2)
 
 
 def cache_table(results: Results) -> str:
@@ -53,7 +52,7 @@ def cache_table(results: Results) -> str:
         (one.what, f"{one.measured_gb:.2f} GB", f"{one.estimated_gb:.2f} GB", f"{one.error:+.1%}")
         for one in results.caches
     ]
-    return _table(rows, words=1)
+    return markdown_table(rows, text_columns=1)
 
 
 def judged_table(results: Results) -> str:
@@ -70,7 +69,7 @@ def judged_table(results: Results) -> str:
         )
         for one in results.judged
     ]
-    return _table(rows, words=2)
+    return markdown_table(rows, text_columns=2)
 
 
 def gpu_table(results: Results) -> str:
@@ -91,7 +90,7 @@ def gpu_table(results: Results) -> str:
         )
         for gpu in gpus().values()
     ]
-    return _table(rows, words=1)
+    return markdown_table(rows, text_columns=1)
 
 
 def efficiency_table(results: Results) -> str:
@@ -105,7 +104,7 @@ def efficiency_table(results: Results) -> str:
     rows = [("GPU", *(says for _, says in fields))]
     for name, one in results.efficiencies.items():
         rows.append((f"`{name}`", *(f"{getattr(one, field):.2f}" for field, _ in fields)))
-    return _table(rows, words=1)
+    return markdown_table(rows, text_columns=1)
 
 
 def _figure(value: float | None, unit: str) -> str:
@@ -116,10 +115,3 @@ def _figure(value: float | None, unit: str) -> str:
 
 def _per_cent(error: float | None) -> str:
     return "" if error is None else f"{error:.0%}"
-
-
-def _table(rows: Sequence[tuple[str, ...]], *, words: int) -> str:
-    """A Markdown table whose first `words` columns are text, the others numbers."""
-    ruler = ["---" if at < words else "---:" for at in range(len(rows[0]))]
-    lines = [rows[0], tuple(ruler), *rows[1:]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
-from docs.sizes import checked
+from docs.sizes import checked, with_rows
 from sim.__main__ import main as sim
 from sim.cluster.built_in import DEFAULT_POLICY
 from sim.cluster.policies import policy_source
@@ -26,7 +26,6 @@ from sim.experiments.jobs import Crew
 from sim.experiments.run import RunSettings
 from sim.measurement.objectives import bounds_in
 from sim.measurement.summaries import RunSummary, SizedSummary, WarmUpSummary
-from sim.reports.report import markdown_table
 from sim.reports.size_report import number_of_pods
 
 PAGE: Final = Path(__file__).with_name("how-many-pods.md")
@@ -123,9 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def with_table(page: str, name: str, rows: list[list[str]]) -> str:
     """Return the page with the table between the marks of `name` replaced."""
     begin, end = f"<!-- {name}, by `python -m docs.how_many_pods` -->", f"<!-- end of {name} -->"
-    before, _, rest = page.partition(begin)
-    _, _, after = rest.partition(end)
-    return f"{before}{begin}\n\n{markdown_table(rows)}\n\n{end}{after}"
+    return with_rows(page, begin, end, rows)
 
 
 def load_rows(cases: Sequence[Case], answers: Sequence[Sequence[Sized]]) -> list[list[str]]:
@@ -151,8 +148,9 @@ def draw_rows(fresh: Sequence[Fresh]) -> list[list[str]]:
 
 def meets(slo: str, run: RunSummary) -> bool:
     """Return whether a run keeps each bound, on all of the traffic and on its busiest part."""
-    parts = [run, run.busiest]
-    return all(bound.kept_by(bound.value_of(part)) for bound in bounds_in(slo) for part in parts)  # type: ignore[arg-type]
+    assert run.busiest is not UNSET, "a run with `busiest_s` tells its busiest part"
+    parts = (run, run.busiest)
+    return all(bound.kept_by(bound.value_of(part)) for bound in bounds_in(slo) for part in parts)
 
 
 def _trace(case: Case, recordings: Path, out: Path, seed: int = 1) -> Path:

@@ -148,8 +148,8 @@ def _whole_model(tables: "_Tables", shape: ModelShape, degree: int) -> KernelTim
         gpu="", model="", tensor_parallel=degree, quantization="", source="",
         products=tables.products(products, shape.linear_format),
         experts=tables.experts(shape, degree) if experts is not None else [],
-        prefill=tables.latent_prefill(shape, degree) if latent else tables.prefill(shape, degree),
-        decode=tables.latent_decode(shape, degree) if latent else tables.decode(shape, degree),
+        prefill=tables.prefill(shape, degree),
+        decode=tables.decode(shape, degree),
         all_reduces=tables.all_reduces(shape, degree) if degree > 1 else [],
         attention_has_products=latent,
     )  # fmt: skip
@@ -217,21 +217,6 @@ class _Tables:
             is not None
         ]
 
-    def latent_prefill(self, shape: ModelShape, degree: int) -> list[tuple[int, float]]:
-        return [
-            (tokens, seconds)
-            for tokens in PROMPTS
-            if (seconds := self._latent("context", shape, degree, (1, tokens))) is not None
-        ]
-
-    def latent_decode(self, shape: ModelShape, degree: int) -> list[tuple[int, int, float]]:
-        return [
-            (requests, context, seconds)
-            for requests, context in BATCHES
-            if (seconds := self._latent("generation", shape, degree, (requests, context)))
-            is not None
-        ]
-
     def all_reduces(self, shape: ModelShape, degree: int) -> list[tuple[int, float]]:
         """Inside a CUDA graph; sizes between two of the table are on a line."""
         known = {
@@ -247,7 +232,12 @@ class _Tables:
     def _attention(
         self, kind: str, shape: ModelShape, degree: int, at: tuple[int, int]
     ) -> float | None:
-        """Layers with and without a window, each with its own kernel."""
+        """Return the seconds of attention in all layers, or None if the tables lack them.
+
+        Latent attention has a table of its own. Layers with and without a window have each their kernel.
+        """
+        if shape.latent is not None:
+            return self._latent(kind, shape, degree, at)
         full, windowed = shape.layers - shape.windowed_layers, shape.windowed_layers
         total = 0.0
         for layers, window in ((full, 0), (windowed, shape.window_tokens)):

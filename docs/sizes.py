@@ -69,9 +69,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def with_table(page: str, summaries: Sequence[Sized]) -> str:
     """Return the page with the text between the marks replaced."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{markdown_table(rows(summaries))}\n\n{END}{after}"
+    return with_rows(page, BEGIN, END, rows(summaries))
+
+
+def with_rows(page: str, begin: str, end: str, table: Sequence[Sequence[str]]) -> str:
+    """Return the page with the text between the marks `begin` and `end` replaced by a table."""
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n\n{markdown_table(table)}\n\n{end}{after}"
 
 
 def rows(summaries: Sequence[Sized]) -> list[list[str]]:

@@ -113,10 +113,13 @@ def on_one_line(rows: Sequence[Sequence[str]]) -> list[list[str]]:
     return [[cell.replace("\n", " ") for cell in head], *map(list, body)]
 
 
-def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """The first row is the head."""
+def markdown_table(rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> str:
+    """Return a Markdown table; the first row is the head.
+
+    The first `text_columns` columns are aligned as text, the others as numbers.
+    """
     head, *body = on_one_line(rows)
-    rule = ["---", *["---:"] * (len(head) - 1)]
+    rule = ["---" if at < text_columns else "---:" for at in range(len(head))]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *body))
 
 

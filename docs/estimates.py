@@ -141,7 +141,7 @@ Residuals = Callable[[Efficiency], list[float]]
 
 
 class Left(Struct, frozen=True, kw_only=True):
-    """What was estimated without its own measurement: worst errors, as shares; None if not measured."""
+    """The worst errors of an estimate made without its own measurement, as shares; None if not measured."""
 
     what: str
     kind: str
@@ -159,7 +159,7 @@ class LeftCache(Struct, frozen=True, kw_only=True):
     measured_gb: float
     estimated_gb: float
     error: float
-    """Of the estimate, as a share of the GPU's memory."""
+    """The error of the estimate, as a share of the GPU's memory."""
 
 
 class Results(Struct, frozen=True, kw_only=True):
@@ -200,7 +200,7 @@ def main() -> int:
 
 
 def read() -> Results:
-    """What was written last."""
+    """Return the results that were written last."""
     return msgspec.json.decode(RESULTS.read_bytes(), type=Results)
 
 
@@ -397,7 +397,7 @@ def rounded(efficiency: Efficiency) -> Efficiency:
 
 
 def fit_memory(caches: Sequence[MeasuredCache]) -> MemoryModel:
-    """What the sampler takes, from the KV caches of dense models that engines reported.
+    """Fit the memory that the sampler takes to the KV caches of dense models that engines reported.
 
     The rest are assumptions: `fixed_bytes` and `communication_bytes` what inference-sim has for a driver
     and for NCCL (0.15 and 0.6 GiB) and half a GiB of kernels and fragments; `expert_bytes` what it has
@@ -503,7 +503,7 @@ def _decode_logs(one: KernelTimes, at: Roofline) -> list[float]:
 
 
 def _layers_s(one: KernelTimes, at: Roofline, tokens: int) -> float:
-    """Of a step without attention, as far as it was measured."""
+    """Return the seconds of a step without attention, as far as they were measured."""
     reduces = at.all_reduce_s(tokens) if _reduces(one, at) else 0.0
     return at.products_s(tokens) + at.experts_s(tokens) + reduces
 

@@ -48,7 +48,7 @@ class Case(Struct, frozen=True, kw_only=True):
     slo: str
     pods_max: int
     fresh: bool = False
-    """Whether fresh draws are simulated."""
+    """True if fresh draws are simulated."""
 
     @property
     def name(self) -> str:
@@ -68,7 +68,7 @@ CASES: Final = (
 
 
 class Sized(Struct, frozen=True, kw_only=True):
-    """What is read of a sizing's summary.json."""
+    """The used part of a sizing's summary.json."""
 
     conditions: dict[str, Any]
     warm_up: WarmUpSummary

@@ -82,7 +82,7 @@ class KernelTimes(Struct, frozen=True, kw_only=True):
     """By tokens."""
     mixed_decode_factor: float | None = None
     attention_has_products: bool = False
-    """Whether `prefill` and `decode` hold the products of matrices of attention too."""
+    """True if `prefill` and `decode` include the products of matrices of attention."""
 
     @property
     def name(self) -> str:
@@ -109,7 +109,7 @@ def written(found: Iterable[KernelTimes]) -> bytes:
 
 
 def read() -> list[KernelTimes]:
-    """What was written last."""
+    """Return the times that were written last."""
     return msgspec.json.decode(RESULTS.read_bytes(), type=list[KernelTimes])
 
 

@@ -141,7 +141,7 @@ class FreshMetrics(Parameters, frozen=True):
 class LoraCapacity(Parameters, frozen=True):
     """Drop endpoints that would have to swap out an adapter in use for the requested one.
 
-    That is the case if as many adapters have requests as the endpoint has slots, and the requested
+    An endpoint would have to if as many adapters have requests as it has slots, and the requested
     adapter is not among them. All endpoints stay if that would leave none, and endpoints that
     report nothing always stay. A model that no candidate reports as an adapter may be the base
     model, which needs no slot. Then all stay, and `lora-affinity-scorer` looks for a free slot.

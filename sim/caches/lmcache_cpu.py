@@ -24,12 +24,12 @@ from sim.engine.request import EngineRequest
 class LmcacheCpu(CacheBehaviour, frozen=True):
     """LMCache's local backend in the processor's memory, behind vLLM's own cache.
 
-    What the pool evicts goes to the memory, which lets go of what was used longest ago. Behind what
-    the pool has of a prompt, whole chunks are loaded from there: bytes / `bytes_per_s`, in which the
-    engine does nothing else. LMCache copies as it computes and not on eviction: the hits are the
-    same as long as the memory is larger than the pool, and fewer fit where it is smaller, for then
-    it holds again what the pool holds. Here copies out take no time, for they can overlap. Chunks of
-    a prompt that are not in the memory any more end what is loaded.
+    Chunks that the pool evicts go to the memory, which drops the least recently used ones. Whole chunks
+    behind the part of a prompt that the pool has are loaded from there. This takes
+    bytes / `bytes_per_s`, in which the engine does nothing else. LMCache copies as it computes and
+    not on eviction. The hits are the same as long as the memory is larger than the pool; fewer fit
+    if it is smaller, because it then holds the chunks of the pool again. Copies out take no time
+    here, because they can overlap. Loading ends at the first chunk that is no longer in the memory.
     """
 
     type_name: ClassVar[str] = "lmcache-cpu"

@@ -22,11 +22,11 @@ SAVE_S: Final = (54e-3, 95e-3, 163e-3, 593e-3)
 class MlxDisk(MlxParameters, frozen=True):
     """`LRUPromptCache` with a disk (benjamin-levin/mlx-lm#6, merged in the fork in May 2026).
 
-    What is kept in memory is written to the disk too if it is long enough, and once. Where memory
-    has nothing, the longest sequence on the disk with which the prompt begins, whole, is read, and
-    kept in memory again. Beyond the budget what was used longest ago is deleted. Reading and
-    writing take what was measured there (`MEASURED_TOKENS`), with straight lines from nothing
-    through those points, whatever the model; the size of a file follows the profile. A process
+    A sequence in memory that is long enough is also written to the disk, once. If memory has no
+    prefix of a prompt, the longest whole sequence on the disk with which the prompt begins is read,
+    and is in memory again. Beyond the budget the least recently used file is deleted. Reading and
+    writing take the times that were measured there (`MEASURED_TOKENS`), with straight lines from
+    zero through those points, for every model; the size of a file follows the profile. A process
     that starts in the same place finds the disk as the last one left it.
     """
 

@@ -30,11 +30,11 @@ class Offload(CacheBehaviour, frozen=True):
     """The `OffloadingConnector` of vLLM: blocks are copied to the memory of the host as they are
     computed, and on to a store that all pods share if there is one.
 
-    What the pool lacks of a prompt is loaded from the memory, and what that lacks from the store. It takes
-    bytes over speed, in which the engine does nothing else: vLLM loads while it computes for others, so
-    that this is the most it costs. Copies out take no time, and are there when the prompt or the answer is
-    done. Each tier lets go of what was used longest ago. The memory goes with the engine's process; the
-    store outlives all pods.
+    Blocks of a prompt that the pool lacks are loaded from the memory, and blocks that the memory lacks from
+    the store. Loading takes bytes over speed, in which the engine does nothing else. vLLM loads while it
+    computes for others, so this is an upper bound of its cost. Copies out take no time, and are complete
+    when the prompt or the answer is done. Each tier drops the least recently used blocks. The memory is
+    lost with the engine's process; the store outlives all pods.
     """
 
     type_name: ClassVar[str] = "offload"

@@ -144,8 +144,8 @@ class _Backlog:
     """The requests at an endpoint whose first output was not seen yet, oldest first."""
 
     __slots__ = (
-        *("busy_since_s", "drained", "first_outputs", "queue", "scraped_at_s"),
-        *("shown_at_s", "speed", "unhindered_at_s", "unhindered_tokens"),
+        *("begun_tokens", "busy_since_s", "counted_last", "drained", "first_outputs", "queue"),
+        *("scraped_at_s", "shown_at_s", "speed", "unhindered_at_s", "unhindered_tokens"),
     )
 
     def __init__(self, believed_tokens_per_s: float) -> None:
@@ -161,7 +161,10 @@ class _Backlog:
         self.speed = LearntSpeed(believed_tokens_per_s)
         self.busy_since_s: Seconds = -math.inf
         """Time at which evidence last showed pending tokens; -inf if the last evidence showed none."""
-
+        self.counted_last = False
+        """Whether the speed was learnt from the interval before the last evidence, after which work was left."""
+        self.begun_tokens = 0.0
+        """Estimate of the tokens of `queue` that were computed when the last page was read."""
         self.unhindered_tokens = 0.0
         """Tokens left at `unhindered_at_s` at the configured speed, to which slow endpoints are
         compared.
@@ -205,6 +208,39 @@ class _Backlog:
                 queue.appendleft(lease)
         self.drained.clear()
         return restored
+
+    def worked(self, computed: float, now: Seconds, *, busy: bool) -> bool:
+        """Learn the speed from the interval since the last evidence; return whether anything was learnt.
+
+        `busy` says whether there is something to compute now. The interval in which the last prompt ended
+        counts as a whole if the one before it counted, because that in which the first began does not.
+        Without it the time of a prompt that comes alone would count, and its tokens would not.
+        """
+        interval_s = now - self.busy_since_s
+        counts = (busy or self.counted_last) and 0.0 <= interval_s <= BUSY_S_MAX
+        self.counted_last = counts and busy
+        if counts:
+            self.speed.worked(computed, interval_s)
+        return counts
+
+    def progress(self, computed: float, since_s: Seconds) -> float:
+        """Return the tokens of the queue that were computed before the page that was read now.
+
+        `computed` are the tokens of prompts that this page showed to be whole, `since_s` is the time since
+        the page before. An engine that has work goes on working, so that what it did beyond `computed` is
+        in the oldest prompt, and in no other: that one has no first output yet.
+        """
+        worked = since_s * self.speed.tokens_per_s
+        begun, self.begun_tokens = self.begun_tokens + worked - computed, 0.0
+        head = self.head()
+        if head is not None and head.opened_at_s <= self.scraped_at_s - since_s:
+            most = min(head.uncached_tokens, worked) if computed else head.uncached_tokens
+            self.begun_tokens = min(max(begun, 0.0), most)
+        return self.begun_tokens
+
+    def head(self) -> Lease | None:
+        """Return the oldest lease of the queue whose prompt is to be computed, or None."""
+        return next((lease for lease in self.queue if not lease.prefilled), None)
 
     def release(self, requests: int) -> float:
         """Mark the oldest `requests` of the queue as computed; return the tokens that they had
@@ -296,8 +332,11 @@ class InflightLedger:
             backlog = columns.prefill_backlog_tokens.item(slot)
             columns.prefill_backlog_tokens[slot] = backlog - lease.prefill_tokens
             lease.prefill_tokens = 0.0
+        queued = self._backlogs[slot]
+        if not lease.prefilled:
+            queued.begun_tokens -= lease.uncached_tokens
         if computed and not (lease.prefilled or lease.assumed):
-            self._backlogs[slot].first_outputs.known()
+            queued.first_outputs.known()
         lease.prefilled = True
 
     def scraped(self, slot: int, metrics: EndpointMetrics, now: Seconds) -> None:
@@ -333,6 +372,11 @@ class InflightLedger:
         left = columns.prefill_backlog_tokens.item(slot) + backlog.restore()
         computed = backlog.release(released)
         self._take_stock(slot, backlog, left - computed, computed, now)
+        begun_tokens = backlog.progress(computed, since_s)
+        if begun_tokens:
+            # `_drain` lets them drain, as all that is computed between pages.
+            speed = columns.prefill_drain_tokens_per_s.item(slot)
+            columns.prefill_drained_at_s[slot] = now - begun_tokens / speed
 
     def _take_stock(
         self, slot: int, backlog: _Backlog, left: float, computed: float, now: Seconds
@@ -343,9 +387,7 @@ class InflightLedger:
         columns = self._columns
         # Less than one token is a rounding error.
         busy = left >= 1.0
-        busy_s = now - backlog.busy_since_s
-        if busy and 0.0 <= busy_s <= BUSY_S_MAX:
-            backlog.speed.worked(computed, busy_s)
+        if backlog.worked(computed, now, busy=busy):
             columns.prefill_drain_tokens_per_s[slot] = backlog.speed.tokens_per_s
         backlog.busy_since_s = now if busy else -math.inf
         columns.prefill_backlog_tokens[slot] = left if busy else 0.0

@@ -229,19 +229,72 @@ class Counted:
 
 
 def test_what_no_page_has_counted_is_still_to_be_computed():
-    """By belief two of three were done after 2.1 s."""
+    """By belief two of three were done after 2.1 s; the oldest at most is, as none has a first output."""
     there = Counted()
     for _ in range(3):
         there.send(0.0)
     there.page(0.2)
-    assert there.left(0.2) == 300.0
-    assert there.left(0.7) == 250.0
+    assert there.left(0.2) == 280.0
+    assert there.left(0.7) == 230.0
     there.page(2.1)
-    assert there.left(2.1) == 300.0
+    assert there.left(2.1) == 200.0
     there.page(2.3, more=2)
     assert there.left(2.3) == 100.0
     there.page(2.5, more=1)
     assert there.left(2.5) == 0.0
+
+
+def test_a_long_prompt_becomes_shorter_from_page_to_page():
+    """No page counts its first output for 12 s, and the engine works all the time."""
+    there = Counted()
+    there.send(0.0, tokens=1000.0)
+    there.send(0.0)
+    before = 1100.0
+    for page in range(1, 61):
+        there.page(page / 5)
+        assert 100.0 <= there.left(page / 5) <= before, "who waits behind it has all tokens still"
+        before = there.left(page / 5)
+    assert before < 900.0
+    there.page(12.2, more=1)
+    assert 80.0 < there.left(12.2) <= 100.0
+
+
+def test_what_was_computed_before_a_first_output_is_not_computed_again():
+    """Two of four prompts ended within a page: the rest of what was worked off is of the third."""
+    there = Counted()
+    for _ in range(4):
+        there.send(0.0)
+    there.page(2.0)
+    assert there.left(2.0) == pytest.approx(300.0), "the first has no first output yet"
+    there.page(2.6, more=1)
+    assert there.left(2.6) == pytest.approx(240.0)
+
+
+def test_a_prompt_that_leaves_takes_along_what_was_computed_of_it():
+    there = Counted()
+    first = there.send(0.0)
+    there.send(0.0)
+    there.page(0.8)
+    assert there.left(0.8) == pytest.approx(120.0)
+    there.ledger.move(first, 1, 100.0, 0.8)
+    there.page(0.9)
+    assert there.left(0.9) == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize("faster", [0.5, 1.0, 4.0])
+def test_the_speed_is_learnt_of_prompts_that_come_one_by_one(faster):
+    """Each takes 1.1 s, between them there is nothing to do; the page before the end shows no first output."""
+    there = Counted()
+    now = 0.0
+    for prompt in range(60):
+        begun_s = now + 0.013 * (prompt % 16)
+        ends_s = begun_s + 1.1
+        there.send(begun_s, tokens=1.1 * faster * RATE)
+        while now < ends_s + 0.5:
+            now += 0.2
+            there.page(now, more=now - 0.2 < ends_s <= now)
+    learnt = there.columns.prefill_drain_tokens_per_s[0]
+    assert learnt == pytest.approx(faster * RATE, rel=0.15)
 
 
 def test_an_endpoint_that_is_faster_than_believed_is_done_when_its_page_says_so():

@@ -50,12 +50,19 @@ class FirstOutputs:
     """The counter of one endpoint since it started."""
 
     __slots__ = (
-        *("_all", "_count", "_doubted", "_known", "_late", "_ours", "_rest", "_silent", "counted"),
+        *("_all", "_count", "_doubted", "_known", "_late", "_ours", "_rest", "_silent"),
+        *("_uncounted", "counted", "rose", "to_come_max"),
     )
 
     def __init__(self) -> None:
         self.counted = False
         """True if the counter is usable to tell which prompts have been computed."""
+        self.rose = False
+        """Whether the last page counts more first outputs than the page before it."""
+        self.to_come_max = math.inf
+        """Upper bound of the requests without a first output that the last page shows, those of all pickers."""
+        self._uncounted = math.inf
+        """Least value on any page of running plus answered requests minus first outputs."""
         self._count = math.nan
         self._doubted = 0
         """Number of increases until a counter that fell is used again."""
@@ -93,6 +100,8 @@ class FirstOutputs:
         # it is ours.
         new = since_s == math.inf and isnan(before) and 0.0 < count <= inflight_requests
         rise = count if new else count - before
+        self.rose = rise > 0.0
+        self._bound(metrics)
         if not new and (isnan(rise) or since_s > PAGE_S_MAX):
             self.counted = False
             self._known = self._late = self._silent = 0
@@ -122,6 +131,23 @@ class FirstOutputs:
         self._known = 0
         self._rest = ours - whole if ours - whole < 1.0 else 0.0
         return whole - shown if self.counted else 0
+
+    def _bound(self, metrics: EndpointMetrics) -> None:
+        """Update `to_come_max`.
+
+        Running plus answered requests minus first outputs is the number of running requests without a
+        first output, plus what the engine counted differently before. The least value seen stands for
+        the latter; it is exact whenever the engine is idle.
+        """
+        running, waiting = metrics.running_requests, metrics.waiting_requests
+        begun = running + metrics.answers_total - metrics.first_outputs_total
+        # A page may show infinity.
+        if not -math.inf < begun + waiting < math.inf:
+            self.to_come_max = self._uncounted = math.inf
+            return
+        idle = running + waiting == 0.0
+        self._uncounted = begun if idle else min(begun, self._uncounted)
+        self.to_come_max = waiting + begun - self._uncounted
 
     def _share(self) -> float:
         """Return our share of the requests on the last pages; 1 if they do not show others."""

@@ -34,6 +34,10 @@ BUSY_S_MAX: Final = 0.5
 """Longest time between two observations of pending tokens for which the endpoint counts as busy in
 between.
 """
+ARRIVAL_S_PER_TOKEN: Final = 20e-6
+"""Longest time that a server takes to tokenize one token of a prompt, before its engine counts the request
+as waiting. Source: twice the front-end time of the simulator's profiles.
+"""
 SHOWN_S_MAX: Final = 10.0
 """Time since the last first chunk after which the gateway may no longer show any, if no page counts
 them.
@@ -145,7 +149,7 @@ class _Backlog:
 
     __slots__ = (
         *("begun_tokens", "busy_since_s", "counted_last", "drained", "first_outputs", "queue"),
-        *("scraped_at_s", "shown_at_s", "speed", "unhindered_at_s", "unhindered_tokens"),
+        *("rises_s", "scraped_at_s", "shown_at_s", "speed", "unhindered_at_s", "unhindered_tokens"),
     )
 
     def __init__(self, believed_tokens_per_s: float) -> None:
@@ -162,9 +166,13 @@ class _Backlog:
         self.busy_since_s: Seconds = -math.inf
         """Time at which evidence last showed pending tokens; -inf if the last evidence showed none."""
         self.counted_last = False
-        """Whether the speed was learnt from the interval before the last evidence, after which work was left."""
+        """True if the speed was learned from the interval before the last evidence, and that showed pending
+        tokens.
+        """
         self.begun_tokens = 0.0
         """Estimate of the tokens of `queue` that were computed when the last page was read."""
+        self.rises_s = (-math.inf, -math.inf)
+        """When the last two pages were read that counted more first outputs, the earlier one first."""
         self.unhindered_tokens = 0.0
         """Tokens left at `unhindered_at_s` at the configured speed, to which slow endpoints are
         compared.
@@ -210,11 +218,11 @@ class _Backlog:
         return restored
 
     def worked(self, computed: float, now: Seconds, *, busy: bool) -> bool:
-        """Learn the speed from the interval since the last evidence; return whether anything was learnt.
+        """Learn the speed from the interval since the last evidence. Return True if it was learned.
 
-        `busy` says whether there is something to compute now. The interval in which the last prompt ended
-        counts as a whole if the one before it counted, because that in which the first began does not.
-        Without it the time of a prompt that comes alone would count, and its tokens would not.
+        `computed` are the tokens that were computed in the interval. `busy` is True if tokens are pending now.
+        The interval in which the last prompt ends counts as a whole if the interval before it counted. This
+        makes up for the interval in which the first prompt begins, which does not count.
         """
         interval_s = now - self.busy_since_s
         counts = (busy or self.counted_last) and 0.0 <= interval_s <= BUSY_S_MAX
@@ -224,11 +232,11 @@ class _Backlog:
         return counts
 
     def progress(self, computed: float, since_s: Seconds) -> float:
-        """Return the tokens of the queue that were computed before the page that was read now.
+        """Return the estimated tokens of the queue that were computed before the page that was read now.
 
-        `computed` are the tokens of prompts that this page showed to be whole, `since_s` is the time since
-        the page before. An engine that has work goes on working, so that what it did beyond `computed` is
-        in the oldest prompt, and in no other: that one has no first output yet.
+        `computed` are the tokens of the prompts whose first output this page shows. `since_s` is the time since
+        the page before. The engine does not pause while prompts wait. All that it computed beyond `computed`
+        belongs to the oldest prompt, because that prompt has no first output yet.
         """
         worked = since_s * self.speed.tokens_per_s
         begun, self.begun_tokens = self.begun_tokens + worked - computed, 0.0
@@ -241,6 +249,25 @@ class _Backlog:
     def head(self) -> Lease | None:
         """Return the oldest lease of the queue whose prompt is to be computed, or None."""
         return next((lease for lease in self.queue if not lease.prefilled), None)
+
+    def surplus(self, now: Seconds) -> int:
+        """Return the number of oldest requests whose first output was attributed to another request.
+
+        A page may be of an engine step that began before a request arrived. After two increases of the counter
+        the page includes the request.
+        """
+        first_outputs = self.first_outputs
+        if not first_outputs.rose:
+            return 0
+        before_s, last_s = self.rises_s
+        self.rises_s = last_s, now
+        if len(self.queue) <= first_outputs.to_come_max:
+            return 0
+        there = 0
+        for lease in self.queue:
+            arrived_s = lease.opened_at_s + ARRIVAL_S_PER_TOKEN * lease.request.prompt_tokens
+            there += not lease.prefilled and arrived_s < before_s
+        return max(0, there - int(first_outputs.to_come_max))
 
     def release(self, requests: int) -> float:
         """Mark the oldest `requests` of the queue as computed; return the tokens that they had
@@ -371,10 +398,12 @@ class InflightLedger:
         columns.prefill_drained_at_s[slot] = now
         left = columns.prefill_backlog_tokens.item(slot) + backlog.restore()
         computed = backlog.release(released)
-        self._take_stock(slot, backlog, left - computed, computed, now)
+        # The time of the surplus is unknown, so that no speed is learned from it.
+        left -= computed + backlog.release(backlog.surplus(now))
+        self._take_stock(slot, backlog, left, computed, now)
         begun_tokens = backlog.progress(computed, since_s)
         if begun_tokens:
-            # `_drain` lets them drain, as all that is computed between pages.
+            # Both `_drain` and `Candidates` subtract what drained since that time.
             speed = columns.prefill_drain_tokens_per_s.item(slot)
             columns.prefill_drained_at_s[slot] = now - begun_tokens / speed
 

@@ -166,3 +166,25 @@ def test_whatever_pages_tell_it_is_a_number_of_our_requests(pages):
         )
         told = outputs.scraped(metrics, inflight, since_s=1.0)
         assert 0 <= told <= inflight + known + 10
+
+
+def test_a_page_bounds_the_requests_without_a_first_output():
+    """Three wait and two of the running ones are not counted; what was counted otherwise before is left out."""
+    there = Endpoint(count=100.0)
+    there.page(running_requests=4.0, waiting_requests=0.0, answers_total=90.0)
+    there.page(1, running_requests=4.0, waiting_requests=0.0, answers_total=91.0)
+    assert there.outputs.to_come_max == 0.0
+    there.page(1, running_requests=7.0, waiting_requests=3.0, answers_total=91.0)
+    assert there.outputs.rose
+    assert there.outputs.to_come_max == 5.0
+    there.page(running_requests=0.0, waiting_requests=0.0, answers_total=110.0)
+    assert not there.outputs.rose
+    assert there.outputs.to_come_max == 0.0, "an idle engine has none"
+
+
+def test_a_page_without_answers_bounds_nothing():
+    there = Endpoint()
+    there.page(1, running_requests=4.0, waiting_requests=1.0)
+    assert there.outputs.to_come_max == math.inf
+    there.page(1, running_requests=math.inf, waiting_requests=1.0, answers_total=1.0)
+    assert there.outputs.to_come_max == math.inf

@@ -417,6 +417,29 @@ def test_of_pages_that_are_far_apart_no_speed_is_learnt():
     assert there.columns.prefill_drain_tokens_per_s[0] == RATE
 
 
+def test_first_outputs_that_no_page_told_of_are_made_up_for():
+    """Pages failed for 3 s, in which three prompts were computed; the endpoint is never idle afterwards."""
+    there = Counted()
+    there.page(0.1, answers_total=40.0, running_requests=0.0, waiting_requests=0.0)
+    open_ones = [there.send(0.2, tokens=1000.0) for _ in range(3)]
+    there.page(3.2, more=3, answers_total=40.0, running_requests=3.0, waiting_requests=0.0)
+    now, ended = 3.2, 0
+    for _ in range(40):
+        open_ones.append(there.send(now))
+        now += 0.2
+        if len(open_ones) > 6:
+            there.ledger.close(open_ones.pop(0), now, answered=True)
+            ended += 1
+        there.page(
+            now,
+            more=1,
+            answers_total=40.0 + ended,
+            running_requests=float(len(open_ones)),
+            waiting_requests=0.0,
+        )
+    assert there.left(now) == pytest.approx(100.0), "one was sent after the page before"
+
+
 @pytest.mark.parametrize("pickers", [1, 2, 4])
 def test_requests_of_others_are_in_the_same_counter(pickers):
     """An engine computes a prompt of 100 tokens a second for blind pickers, answers take 5 s more.

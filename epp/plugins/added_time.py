@@ -1,9 +1,11 @@
-"""Our own: send the request where it adds the least time to everybody.
+"""The default scorer, designed for Homing: route each request where it adds the least time to all
+requests.
 
-What a request costs at an endpoint is what it waits there, what it computes there, and what all
-others lose by it: those that decode while it is prefilled, those that decode beside its context, those
-that wait for memory which it takes, and those whose cached prefixes it evicts. All of that is in
-tokens of prefill, so that of the speed of an endpoint nothing must be known but how fast it prefills.
+The cost of a request at an endpoint has three parts. The request waits there. Its prompt is
+computed there. It delays other requests: those that decode during its prefill, those that decode
+beside its context, those that wait for the memory that it takes, and those whose cached prefixes it
+evicts. All parts are in prefill tokens, so the prefill speed is the only speed of an endpoint that
+must be known.
 """
 
 import math
@@ -28,24 +30,34 @@ from epp.plugins.contract import (
 )
 
 ATTENTION_TOKENS: Final = 40_000.0
-"""Mean context at which attention costs a prefilled token as much as all the rest. Of the built-in
-profiles of the simulator, which are fitted to measured kernels: 31k (8B), 40k (32B), 97k (70B)."""
+"""Mean context at which attention costs a prefilled token as much as all other computation. The
+simulator's built-in profiles, which are fitted to measured kernels, have 31k (8B), 40k (32B) and
+97k (70B).
+"""
 DECODE_SHARE: Final = 1e-3
-"""Prefill tokens that fit into what one context token adds to each decode step: 1.8e-3 (8B), 0.8e-3
-(32B), 0.4e-3 (70B) of the same profiles."""
+"""Prefill tokens computed in the time that one context token adds to each decode step. The same
+profiles have 1.8e-3 (8B), 0.8e-3 (32B) and 0.4e-3 (70B).
+"""
 STEP_TOKENS: Final = 200.0
-"""Prefill tokens that fit into an empty decode step: 220 (8B), 230 (32B), 180 (70B)."""
+"""Prefill tokens computed in the time of an empty decode step: 220 (8B), 230 (32B), 180 (70B)."""
 HELD_UP_MAX: Final = 10.0
-"""Of who waits at an endpoint, so many lose by what a request takes. In deep overload everybody waits for
-somebody anyhow; to count them all would hold prompts at an endpoint whose queue never ends."""
+"""Maximum number of waiting requests at an endpoint that count as delayed by a request's memory. In
+deep overload every request waits anyway. Counting all of them would pin prompts to an endpoint
+whose queue never ends.
+"""
 HALF_WEIGHT_S: Final = 0.5
-"""A first token that takes so long has half of `firstTokenWeight`. A wait of some milliseconds is noticed by
-nobody, and to weigh it fully keeps short prompts away from pods that are idle and hold nothing yet."""
+"""Time to first token at which half of `firstTokenWeight` applies. Users do not notice a wait of
+some milliseconds. Full weight for it would keep short prompts away from idle pods with an empty
+cache.
+"""
 REPORTED_S_MAX: Final = 2.0
-"""What is older tells of requests that have ended since: to go by it sends everybody to whoever was idle
-then. Own counts stay."""
+"""Maximum age of an endpoint's metrics. Older ones describe requests that have ended since, and
+would send all requests to the endpoint that was idle then. The picker's own counts are used at any
+age.
+"""
 
-# In arrays, as all numbers beside arrays below: numpy takes a Python float twice as long as to add a hundred.
+# The constants are arrays, like all numbers beside arrays below. numpy needs twice as long to add a
+# Python float as to add a hundred numbers.
 _NOTHING: Final = np.zeros(())
 _ONE: Final = np.ones(())
 _HELD_UP_MAX: Final = np.array(HELD_UP_MAX)
@@ -56,25 +68,27 @@ _Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class AddedTime(Parameters, frozen=True, dict=True):
-    """Prefer where the request adds the fewest seconds to everybody.
+    """Prefer the endpoint where the request adds the least time to all requests.
 
-    The least over endpoints e of the sum below. With x the tokens of the prompt that e would have to compute, T all of them, p = x (1 + (T - x/2)
-    / `ATTENTION_TOKENS`) its prefill, n requests and C context tokens in flight at e, W waiting there,
-    D tokens of its answer, `decodeTokens` at most, s(e) prefill tokens a second:
+    The scorer minimises the sum below over endpoints e. Let x be the prompt tokens that e would have to
+    compute, T all prompt tokens, p = x (1 + (T - x/2) / `ATTENTION_TOKENS`) the prefill,
+    n the requests and C the context tokens in flight at e, W the requests waiting there,
+    D the tokens of the answer, at most `decodeTokens`, and s(e) the prefill tokens a second:
 
-        (1 + w(e)) first(e)                           what it waits for its first token
-        + ( a n p                                     n others, delayed while it is prefilled
-          + r p                                       what its blocks evict, computed again
-          + D d (C + n T)                             decoding: its own in their context, theirs in its
-          + m(e) (over(e) + W' x) ) / s(e)            memory: its wait for it, theirs for what it takes
+        (1 + w(e)) first(e)                           wait for the request's first token
+        + ( a n p                                     delay of n others during its prefill
+          + r p                                       computing again what its blocks evict
+          + D d (C + n T)                             decoding: it in others' context, others in its own
+          + m(e) (over(e) + W' x) ) / s(e)            memory: its wait, and others' wait for what it takes
 
     with first(e) = (pending(e) + p) / s(e) + adapter(e), a = `prefillDelay`, r = `evictionCost`,
     w(e) = `firstTokenWeight` first(e) / (first(e) + `HALF_WEIGHT_S`), so that a long wait weighs more than a
-    short one; d = `DECODE_SHARE`; over(e): tokens by which it and who
-    waits exceed the KV cache; m(e) = D (`STEP_TOKENS` + d C) / capacity: how long a token of memory
-    takes to come free; W' = min(W, `HELD_UP_MAX`). Where scrapes show more requests than were counted here, others send them.
-    What an endpoint does not tell, or told too long ago, is the median of those that do, for who is
-    silent is not idle; nothing, if nobody tells. Own counts are never unknown.
+    short one; d = `DECODE_SHARE`; over(e): tokens by which this request and the waiting ones exceed the KV
+    cache; m(e) = D (`STEP_TOKENS` + d C) / capacity: how long a token of memory takes to become free;
+    W' = min(W, `HELD_UP_MAX`). If an endpoint reports more requests than this picker counted, others sent
+    the rest. A value that an endpoint does not report, or reported too long ago, is replaced by the median
+    of the endpoints that report it, because a silent endpoint is not idle. If no endpoint reports it, the
+    value is 0, and a full cache is not modelled. The picker's own counts are always known.
     """
 
     type_name: ClassVar[str] = "added-time-scorer"
@@ -97,29 +111,39 @@ class AddedTime(Parameters, frozen=True, dict=True):
 
     prefix_match_info_producer_name: str = ""
     prefill_delay: _Share = 0.3
-    """Share of a prefill that everybody who decodes there loses. 1 if prefill stops all decoding; chunks
-    go along with decode steps."""
+    """Share of a prefill by which every request that decodes at the endpoint is delayed. 1 if
+    prefill stops all decoding; less with chunked prefill, because chunks run together with decode
+    steps.
+    """
     eviction_cost: Annotated[float, Meta(ge=0, le=100)] = 2.0
-    """Tokens that are computed again for each that is computed here: caches are full, so that its blocks
-    evict others', and the next turn of this prompt goes where it went."""
+    """Tokens computed again later for each token computed here. Caches are full, so new blocks
+    evict others, and the next turn of the evicted prompt is routed to the same endpoint.
+    """
     first_token_weight: Annotated[float, Meta(ge=0, le=10)] = 3.0
-    """How much more a second weighs that the request itself waits for its first token (the queue, its own
-    prefill, its adapter) than a second that it takes from others, if the wait is long; half of it counts
-    where the first token takes 0.5 s. 0: as much."""
+    """Additional weight of the request's own wait for its first token (queue, prefill, adapter)
+    compared with time that it takes from others. It applies fully to a long wait and by half at 0.5
+    s. 0 weighs both the same.
+    """
     decode_tokens: Annotated[int, Meta(ge=1)] = 256
-    """Of an answer, at most; fewer where the request has a lower limit, or where engines count that answers
-    of the pool have fewer on average."""
+    """Maximum answer length that the formula assumes. A lower limit of the request, or a lower
+    average answer length that the pool's engines report, replaces it.
+    """
     adapter_load: Duration = Duration(1.0)
-    """For an adapter in a free slot: to load it, and what it costs others that the slot is taken."""
+    """Time to load an adapter into a free slot, including the cost to others of the occupied slot.
+    """
     adapter_wait: Duration = Duration(1.5)
-    """Until a slot comes free where others use all of them, and the adapter is loaded."""
+    """Time to wait for a slot if all are in use, including the loading of the adapter."""
     peer_belief: _Share = 0.8
-    """While there are pickers that are not heard: how sure it is that they sent a prompt, of which little
-    is known here, where all would send it."""
+    """Probability that other pickers sent a prompt to the endpoint that all pickers prefer. It
+    applies while there are pickers that this one does not hear from, to prompts that are little
+    known here.
+    """
     agreement_below: _Share = 0.8
-    """Share of the prompt's full blocks; of who knows as much, nothing is believed."""
+    """Matched share of the prompt's full blocks from which on `peerBelief` is not used."""
     agreement_key_tokens: Annotated[int, Meta(ge=1)] = 1024
-    """Of `prefix-cache-scorer`: so much of a prompt's head decides where that is."""
+    """Number of tokens at the prompt's head that determine the preferred endpoint, as in
+    `prefix-cache-scorer`.
+    """
 
     def __post_init__(self) -> None:
         for name in ("adapter_load", "adapter_wait"):
@@ -132,17 +156,15 @@ class AddedTime(Parameters, frozen=True, dict=True):
 
     @cached_property
     def _delay(self) -> Floats:
-        """The parameter `prefill_delay`, as an array."""
         return np.array(self.prefill_delay)
 
     @cached_property
     def _weight(self) -> Floats:
-        """The parameter `first_token_weight`, as an array."""
         return np.array(self.first_token_weight)
 
     @cached_property
     def _own_prefill(self) -> Floats:
-        """The factor for the request's own prefill and for the blocks that it evicts, as an array."""
+        """Return the factor for the request's own prefill and for the blocks that it evicts."""
         return np.array(1.0 + self.eviction_cost)
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
@@ -154,13 +176,14 @@ class AddedTime(Parameters, frozen=True, dict=True):
         waiting = load.waiting_requests
         inflight = candidates.inflight_requests.astype(np.float64)
         requests = np.fmax(load.requests, inflight)
-        # Of what others sent nothing is known but the number: each is like this one where it fits.
+        # Only the number of requests that others sent is known. Each is assumed to be like this
+        # one.
         unseen = np.subtract(requests, inflight, out=inflight)
         context = unseen * prompt
         context += candidates.inflight_context_tokens
 
         cost = candidates.inflight_prefill_tokens
-        # What share of its requests waits at each; None: nobody waits anywhere.
+        # Share of the requests that wait at each endpoint, or None if none waits at any.
         held_up = None
         if waiting.item(waiting.argmax()):
             held_up = waiting / np.fmax(requests, _ONE)
@@ -204,7 +227,7 @@ class AddedTime(Parameters, frozen=True, dict=True):
     def cost_parts(
         self, request: InferenceRequest, candidates: Candidates, /
     ) -> Mapping[str, Floats]:
-        """The terms of the formula, of which `score` adds up the same in place."""
+        """Return the terms of the formula; `score` adds them up in place."""
         prompt_tokens = float(request.prompt_tokens)
         decode_tokens = self._decode_tokens(request)
         to_compute = self._to_compute(request, candidates)
@@ -252,9 +275,11 @@ class AddedTime(Parameters, frozen=True, dict=True):
         decoding: Floats,
         decode_tokens: float,
     ) -> None:
-        """Add what it waits for memory, and others for what it takes; all in prefill tokens.
+        """Add the request's wait for memory, and others' wait for the memory that it takes, in
+        prefill tokens.
 
-        `decoding` is what the answer takes longer for the context that is there. It is changed.
+        `decoding` is the time by which existing context prolongs the answer, in prefill tokens. It
+        is changed in place.
         """
         used, capacity = load.kv_used_tokens, load.kv_capacity_tokens
         over = used + to_compute
@@ -280,7 +305,9 @@ class AddedTime(Parameters, frozen=True, dict=True):
         return most if usual is None or usual > most else usual
 
     def _to_compute(self, request: InferenceRequest, candidates: Candidates) -> Floats:
-        """Tokens of the prompt that each holds not, as far as is known or to be believed."""
+        """Return the prompt tokens that each candidate has to compute, from its known or assumed
+        cached prefix.
+        """
         affinity = candidates.affinity(self.prefix_match_info_producer_name)
         missing: Floats = affinity.matched * np.array(-float(candidates.block_tokens))
         missing += np.array(float(request.prompt_tokens))
@@ -302,16 +329,19 @@ class AddedTime(Parameters, frozen=True, dict=True):
         return missing
 
     def session_of(self, request: InferenceRequest, /) -> str:
-        """What `request` names, as long as there are pickers that are not heard."""
-        # Without such pickers, which is usual, it costs one comparison.
+        """Return the session that `request` names, or "" if this picker hears from all other
+        pickers.
+        """
+        # Usually there are no pickers that are not heard from. Then this costs one comparison.
         if not request.moment.replicas_unheard or not self.peer_belief:
             return ""
         return request.session_id or request.headers.get("x-session-id", "")
 
     def _adapter_s(self, request: InferenceRequest, candidates: Candidates) -> Floats:
-        """float64[n]: seconds until each has the adapter of `request`, and what its slot costs others.
+        """Return seconds until each candidate has the adapter of `request`, including the cost of
+        its slot.
 
-        A candidate that reports no adapters is taken for the median of those that do.
+        float64[n]. A candidate that reports no adapters gets the median of those that do.
         """
         adapters = candidates.adapter_state
         generation = adapters.generation
@@ -330,9 +360,9 @@ class AddedTime(Parameters, frozen=True, dict=True):
 
 
 def _told(column: Floats, old: Bools | None, nobody: float = 0.0) -> Floats:
-    """`column` in place, what is `old` or unknown in it being the median of the rest.
+    """Replace old and unknown values of `column` in place by the median of the others.
 
-    `nobody`: what all are if nobody tells.
+    `nobody` is the value of all candidates if none has a recent one.
     """
     if old is not None:
         column[old] = np.nan
@@ -344,14 +374,14 @@ def _told(column: Floats, old: Bools | None, nobody: float = 0.0) -> Floats:
 
 
 def _believed_load(candidates: Candidates) -> EngineLoad:
-    """The load that engines tell; what is unknown or too old is the median of the rest."""
+    """Return the load that engines report, with the median in place of unknown or too old values."""
     recent = candidates.all_observed_within(REPORTED_S_MAX)
     load = candidates.engine_load()
     if recent and load.complete:
         return load
     old = None if recent else candidates.metrics_age_s > REPORTED_S_MAX
     waiting = _told(candidates.waiting_requests, old)
-    # If nobody tells of memory, it is unknown, and nothing is short of it.
+    # If no endpoint reports memory, it stays unknown, and no endpoint is short of it.
     capacity = _told(candidates.kv_capacity_tokens, old, np.nan)
     return EngineLoad(
         waiting_requests=waiting,

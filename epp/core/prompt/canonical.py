@@ -1,24 +1,26 @@
-r"""Messages to canonical prompt bytes: what block hashes are computed from (design D4).
+r"""Conversion of messages to canonical prompt bytes, from which block hashes are computed (design D4).
 
-Every field *ends* with a terminator, a byte that UTF-8 cannot contain, and none is preceded by its
-length. So the bytes split into fields in one way only, and the terminator says what a field is:
+Every field *ends* with a terminator, a byte that UTF-8 cannot contain; no field has a length before
+it. The bytes can therefore be split into fields in only one way, and the terminator shows the kind of
+a field:
 
     prompt  := (label LABEL json JSON)* system? message*    label: tools, documents, ...
-    system  := "system" LABEL field* MESSAGE                also the instructions of Responses
+    system  := "system" LABEL field* MESSAGE                or the instructions of Responses
     message := role ROLE field* MESSAGE | field             a bare field: other Responses items
     field   := text TEXT
              | label LABEL text VALUE                       name, tool_call_id, reasoning, ...
              | label LABEL digest DIGEST                    image, audio, file: by content
              | "tool_call" LABEL id VALUE name VALUE (arguments VALUE | json JSON)
              | "tool_result" LABEL id VALUE flag VALUE field* CLOSE
-             | json JSON                                    anything that is not understood
+             | json JSON                                    any other value
 
-Hence different conversations have different bytes, the first k messages of a conversation are a
-prefix of the first k + 1, and two prompts equal up to byte n share every full block before n.
+Different conversations therefore have different bytes. The first k messages of a conversation are a
+prefix of the first k + 1. Two prompts that are equal up to byte n share every full block before n.
 
-Alike by definition: content given as a string and as one text part; a field that is null and one
-that is missing; members that do not reach the model (`cache_control`, `detail`, ids and states of
-Responses items). A tool call or result without an id or arguments has empty ones.
+By definition, the bytes are equal for content as a string and as one text part, and for a field that
+is null and one that is missing. Members that do not reach the model have no bytes (`cache_control`,
+`detail`, ids and states of Responses items). A tool call or result without an id or arguments has
+empty ones.
 """
 
 import re
@@ -43,14 +45,14 @@ TERMINATORS: Final = (TEXT, ROLE, LABEL, VALUE, JSON, DIGEST, CLOSE, MESSAGE)
 Item: TypeAlias = dict[str, Any]
 """A part, block, tool call or Responses item, decoded but not checked."""
 Content: TypeAlias = str | list[Any] | None
-"""One text, or parts: items, or texts."""
+"""One text, or a list of parts, which are items or texts."""
 
 _USER: Final = b"user"
 _BEFORE: Final = frozenset({b"", *TERMINATORS})
-"""What may come before a field: the start of the prompt, or a terminator."""
+"""Bytes that may precede a field: none at the start of the prompt, or a terminator."""
 
 _BILLING: Final = "x-anthropic-billing-header"
-"""A system block that begins so changes with each request and is no part of the prompt."""
+"""Beginning of a system block that changes with each request and is not part of the prompt."""
 _TEXT_TYPES: Final = frozenset({"text", "input_text", "output_text"})
 _MEDIA_TYPES: Final = frozenset(
     {
@@ -60,7 +62,7 @@ _MEDIA_TYPES: Final = frozenset(
     }
 )
 _NOT_CONTENT: Final = frozenset({"type", "cache_control", "detail"})
-"""Members of a media part that do not change what is shown to the model."""
+"""Members of a media part that do not change what the model receives."""
 _BLOCK_TYPES: Final = frozenset({"thinking", "tool_use", "tool_result"})
 _EMPTY: Final = frozenset({b"null", b"[]", b"{}"})
 
@@ -68,16 +70,17 @@ NO_JSON: Final = Raw(b"")
 """Stands for a member that a body does not have."""
 
 FIELDS_MAX: Final = 100_000
-"""Fields of one prompt and their terminators. What they cost is Python's, half a microsecond each: a
-body could hold as many empty ones as bytes and stop everybody else."""
+"""Maximum number of fields of one prompt and their terminators. Each takes Python half a
+microsecond. A body could have as many empty ones as bytes, and block the event loop.
+"""
 
 FIELDS_EACH: Final = 3
-"""What a message, part or call adds at least: its role or text, a terminator, an end."""
+"""Minimum number of fields of a message, part or call: its role or text, a terminator, an end."""
 _FIELDS_PER_MEMBER: Final = 8
-"""As many as a member of a media part takes the time of; it adds none."""
+"""Number of fields whose time a member of a media part takes; it adds none itself."""
 
 MEDIA_ITEMS_MAX: Final = 256
-"""Of one request, that are told apart."""
+"""Maximum number of distinct media items of one request."""
 _MEDIA: Final = re.compile(rb"\xfa([0-9a-f]{32})\xfd")
 
 _encode = json.Encoder().encode
@@ -99,7 +102,9 @@ class Message(Struct, gc=False):
 
 
 def media_digests(prompts: Iterable[bytes]) -> tuple[bytes, ...]:
-    """16 bytes of the content of each distinct image or the like, in the order of `prompts`."""
+    """Return 16 bytes of the content of each distinct image or other media item, in the order of
+    `prompts`.
+    """
     found: dict[bytes, None] = {}
     for prompt in prompts:
         if DIGEST not in prompt:
@@ -112,18 +117,18 @@ def media_digests(prompts: Iterable[bytes]) -> tuple[bytes, ...]:
 
 
 def text_prompt(text: str) -> bytes:
-    """The canonical bytes of a prompt that is one plain text."""
+    """Return the canonical bytes of a prompt that is one plain text."""
     return text.encode() + TEXT
 
 
 def chat_prompt(
     messages: list[Message], *, preamble: Mapping[bytes, Raw], system: Content = None
 ) -> bytes:
-    """The canonical bytes of a conversation, which is taken out of `messages`.
+    """Return the canonical bytes of a conversation; `messages` is empty afterwards.
 
-    `preamble` holds, by label, JSON that applications put before the first message: the tools.
+    `preamble` has, by label, JSON that templates put before the first message, such as the tools.
     `system` is a system prompt outside the messages. Raises `UnicodeDecodeError` if `preamble` is
-    not UTF-8, `RecursionError` if a part is nested too deep, and `TooMuchError` if there are more
+    not UTF-8, `RecursionError` if a part is nested too deeply, and `TooMuchError` if there are more
     than `FIELDS_MAX` fields.
     """
     fields = _open(preamble, system)
@@ -135,7 +140,7 @@ def chat_prompt(
 def responses_prompt(
     items: str | Sequence[Item], *, preamble: Mapping[bytes, Raw], instructions: str | None
 ) -> bytes:
-    """The canonical bytes of a Responses input; errors as `chat_prompt`."""
+    """Return the canonical bytes of a Responses input. Raises the errors of `chat_prompt`."""
     fields = _open(preamble, instructions)
     if isinstance(items, str):
         # The API defines a string as one message of the user.
@@ -147,14 +152,15 @@ def responses_prompt(
 
 
 def opening_of(prompt: bytes) -> tuple[int, int] | None:
-    """Where in canonical bytes the user's first message begins and ends; None: there is none.
+    """Return where the user's first message begins and ends in canonical bytes, or None if there is
+    none.
 
-    All up to that end is the same at every turn of a conversation.
+    All bytes up to that end are the same at every turn of a conversation.
     """
     role_end = prompt.find(ROLE)
     while role_end >= 0:
         start = role_end - len(_USER)
-        # Nothing or a terminator comes before it: it is not the end of another role.
+        # A position after nothing or a terminator is not the end of another role.
         if start >= 0 and prompt.startswith(_USER, start) and prompt[start - 1 : start] in _BEFORE:
             end = prompt.find(MESSAGE, role_end) + 1
             return (start, end) if end else None
@@ -165,7 +171,7 @@ def opening_of(prompt: bytes) -> tuple[int, int] | None:
 def admit_fields(fields: list[bytes], more: Collection[Any], each: int = FIELDS_EACH) -> None:
     """Raise `TooMuchError` if `more` members would make more than `FIELDS_MAX` fields.
 
-    Called before each loop over members that a client sent.
+    It is called before each loop over members that a client sent.
     """
     if len(fields) + each * len(more) > FIELDS_MAX:
         what = f"{FIELDS_MAX // each:,} messages, parts and their members"
@@ -179,7 +185,7 @@ def _open(preamble: Mapping[bytes, Raw], system: Content) -> list[bytes]:
             continue
         value = bytes(raw)
         if value not in _EMPTY:
-            # What is kept as raw JSON was not decoded, so nobody has checked yet that it is UTF-8.
+            # Raw JSON was not decoded, so it has not been checked for UTF-8 yet.
             value.decode()
             fields += (label, LABEL, value, JSON)
     if system is not None:
@@ -201,7 +207,7 @@ def write_messages(fields: list[bytes], messages: list[Message]) -> None:
     """Append the fields of each message, in order; `messages` is empty afterwards."""
     messages.reverse()
     while messages:
-        # A message that is written is dropped, so that the join finds only one other copy of its text.
+        # A written message is dropped, so that the join finds only one other copy of its text.
         message = messages.pop()
         content = message.content
         if (
@@ -215,7 +221,8 @@ def write_messages(fields: list[bytes], messages: list[Message]) -> None:
             and message.tool_calls is None
             and message.function_call is None
         ):
-            # Nearly every message is a text alone. It takes no call, because a conversation has hundreds.
+            # Nearly every message is only a text. The branch has no call, because a conversation
+            # has hundreds.
             fields += (message.role.encode(), ROLE, content.encode(), TEXT, MESSAGE)
         else:
             _write_message(fields, message)
@@ -240,7 +247,7 @@ def _write_message(fields: list[bytes], message: Message) -> None:
 
 
 def _write_function(fields: list[bytes], call: Item, function: Any, call_id: Any) -> None:
-    """The call of `function`, or `call` as it is if that is none."""
+    """Append the call of `function`, or `call` as JSON if `function` is malformed."""
     if isinstance(function, dict) and isinstance(name := function.get("name"), str):
         _write_call(fields, call_id, name, function.get("arguments"))
     else:
@@ -294,7 +301,7 @@ def _write_part(fields: list[bytes], part: Item) -> None:
 
 
 def _write_block(fields: list[bytes], kind: str, block: Item) -> None:
-    """Blocks of Anthropic that are neither text nor media."""
+    """Append a block of Anthropic that is neither text nor media."""
     content = block.get("content")
     match kind:
         case "thinking" if isinstance(thinking := block.get("thinking"), str):
@@ -331,7 +338,8 @@ def _write_value(fields: list[bytes], label: bytes, text: str | None) -> None:
 
 def _write_json(fields: list[bytes], value: Any) -> None:
     if isinstance(value, dict) and "cache_control" in value:
-        # Moves from block to block as a conversation grows, and is no part of the prompt.
+        # `cache_control` moves from block to block as a conversation grows, and is not part of the
+        # prompt.
         value = {name: member for name, member in value.items() if name != "cache_control"}
     fields += (_encode(value), JSON)
 
@@ -345,7 +353,7 @@ def _write_media(fields: list[bytes], label: bytes, part: Item) -> None:
 def _digest_members(fields: list[bytes], digest: xxhash.xxh3_128, members: Item) -> None:
     names = sorted(members.keys() - _NOT_CONTENT)
     admit_fields(fields, names, _FIELDS_PER_MEMBER)
-    # Members are no fields, but each takes as long as some and is counted with them.
+    # Members are not fields, but each takes as long as some and is counted as such.
     fields += [b""] * (_FIELDS_PER_MEMBER * len(names))
     for name in names:
         digest.update(name.encode() + VALUE)
@@ -353,7 +361,9 @@ def _digest_members(fields: list[bytes], digest: xxhash.xxh3_128, members: Item)
 
 
 def _digest(fields: list[bytes], digest: xxhash.xxh3_128, value: Any) -> None:
-    """Feed `value` without building its JSON: an image is megabytes of base64 text."""
+    """Add `value` to the digest without building its JSON, because an image has megabytes of base64
+    text.
+    """
     if isinstance(value, str):
         digest.update(value.encode())
         digest.update(VALUE)

@@ -1,10 +1,10 @@
-"""What a JSON body has outside of its texts, counted before anything of it is decoded.
+"""A cheap count of the structure of a JSON body outside its texts, before it is decoded.
 
-Decoding costs what a body holds, not how long it is: an empty array is two bytes and a fifth of a
-microsecond, a number of four thousand digits takes as long as a page of text. So what is dear is
-counted first, by passes over the bytes that run at the speed of memory, and a body that holds more
-of it than its length excuses is refused. Integers of usual size, `true`, `false`, `null` and blanks
-are cheap and are not counted: a prompt may be a million token ids.
+The cost of decoding depends on the content of a body, not only on its length. An empty array has
+two bytes and takes a fifth of a microsecond; a number of four thousand digits takes as long as a
+page of text. Costly elements are therefore counted first, by fast passes over the bytes. A body
+with too many of them for its length is refused. Integers of usual size, `true`, `false`, `null` and
+blanks are cheap and not counted, because a prompt may be a million token ids.
 """
 
 from typing import Final, TypeAlias
@@ -14,36 +14,41 @@ import numpy.typing as npt
 from msgspec import ValidationError
 
 PIECES_MAX: Final = 80_000
-"""Objects, arrays, strings (names of members too) and fractions that any body may hold."""
+"""Number of objects, arrays, strings (including member names) and fractions that any body may have.
+"""
 BYTES_PER_PIECE: Final = 48
-"""A longer body may hold one for so many of its bytes. A plain message is five pieces: 16,000 of them
-are let in however short they are."""
+"""Bytes that allow one more piece in a longer body. A plain message has five pieces, so 16,000
+short messages are always accepted.
+"""
 PIECES_PER_FRACTION: Final = 4
-"""What a number with a point or an exponent counts, because it takes as long."""
+"""Number of pieces that a number with a point or an exponent counts as, because it takes as long.
+"""
 DIGITS_MAX: Final = 255
-"""Digits in a row of a number. What an integer costs grows with the square of them."""
+"""Maximum number of consecutive digits. The cost of an integer grows with their square."""
 
 Symbols: TypeAlias = npt.NDArray[np.uint8]
 Places: TypeAlias = npt.NDArray[np.bool_]
 
 _FOLDING: Final = np.uint8(0x20)
-"""The bit that is all that tells "[" from "{", "]" from "}" and "E" from "e"."""
+"""The only bit that differs between "[" and "{", "]" and "}", and "E" and "e"."""
 _SLICE_BYTES: Final = 262_144
-"""Bytes of a body that one call counts. The results of that many fit into the cache of a core, and a
-body of some hundred kilobytes takes few calls."""
+"""Bytes of a body that one call counts. Their results fit into a core's cache, and a body of some
+hundred kilobytes needs few calls.
+"""
 _WINDOW: Final = (DIGITS_MAX + 1) // 2
-"""More than `DIGITS_MAX` digits in a row fill at least one aligned window of this size."""
+"""Window size. More than `DIGITS_MAX` consecutive digits fill at least one aligned window."""
 
 
 class TooMuchError(ValidationError):
-    """Reading a body would take more time than its length excuses."""
+    """Reading a body would take too long for its length."""
 
 
 def admit(body: bytes) -> None:
-    """Raise `TooMuchError` if `body` holds more than can be decoded in the time of its length.
+    """Raise `TooMuchError` if `body` has more elements than can be decoded in the time for its
+    length.
 
-    What is valid JSON is counted as such, and so is the valid part of what is not: no decoder gets
-    further. A body of no more bytes than `PIECES_MAX` is not looked at.
+    Valid JSON is counted exactly, and so is the valid part of other bodies, because no decoder gets
+    further. A body of at most `PIECES_MAX` bytes is not examined.
     """
     if len(body) <= PIECES_MAX:
         return
@@ -53,7 +58,8 @@ def admit(body: bytes) -> None:
     long = _may_have_long_number(symbols)
     if not many and not long:
         return
-    # Texts may hold anything, and most that comes here is innocent: now look without them.
+    # Texts may contain anything, and most bodies that get here are harmless. The second count
+    # therefore excludes texts.
     symbols = outside_texts(body)
     if many and _has_more_pieces(symbols, pieces_max):
         raise TooMuchError(
@@ -64,31 +70,33 @@ def admit(body: bytes) -> None:
 
 
 def outside_texts(body: bytes) -> Symbols:
-    """The bytes of valid JSON, those of each string replaced by 0 except its closing quote."""
+    """Return the bytes of valid JSON with those of each string replaced by 0, except its closing
+    quote.
+    """
     symbols = np.frombuffer(body, np.uint8)
     quotes = _packed(symbols == ord('"')) & ~_escaped(_packed(symbols == ord("\\")))
     inside = np.unpackbits(_odd_so_far(quotes), count=len(symbols), bitorder="little")
-    # 1 less 1 keeps nothing of a byte, 0 less 1 all of it.
+    # 1 minus 1 keeps no bit of a byte, and 0 minus 1 keeps all.
     inside -= 1
     return np.bitwise_and(symbols, inside, out=inside)
 
 
-# Marks are sets of places in a body, a bit a place: the tricks are those of simdjson, which finds
-# texts so at the speed of memory. As loops over bytes they would take ten times as long.
+# Marks are sets of positions in a body, one bit each. The methods are those of simdjson, which
+# finds texts at the speed of memory. Loops over bytes would take ten times as long.
 
 
 def _packed(places: Places) -> Symbols:
-    """The marks of `places`, filled up to whole words of 64."""
+    """Return the marks of `places`, padded to whole words of 64 bits."""
     marks = np.zeros(-(-len(places) // 64) * 8, np.uint8)
     marks[: -(-len(places) // 8)] = np.packbits(places, bitorder="little")
     return marks
 
 
 def _escaped(backslashes: Symbols) -> Symbols:
-    """The marks of what a backslash escapes: in a run of them every second, and what comes after
-    an odd number.
+    """Return the marks of escaped bytes: every second backslash of a run, and the byte after an odd
+    run.
 
-    One subtraction over all marks at once borrows along each run from where it begins.
+    A single subtraction over all marks borrows along each run from its start.
     """
     marks = int.from_bytes(backslashes.tobytes(), "little")
     odd = int.from_bytes(b"\xaa" * (len(backslashes) + 1), "little")
@@ -97,9 +105,10 @@ def _escaped(backslashes: Symbols) -> Symbols:
 
 
 def _odd_so_far(marks: Symbols) -> Symbols:
-    """The marks of the places up to and with which the number of `marks` is odd.
+    """Return the marks of the positions up to and including which the number of `marks` is odd.
 
-    Shifted by 1, 2, 4 ... and combined, each bit of a word becomes the parity of all up to it.
+    Shifts by 1, 2, 4 and so on, combined, turn each bit of a word into the parity of all bits up to
+    it.
     """
     words = marks.view(np.uint64)
     for shift in (1, 2, 4, 8, 16, 32):
@@ -111,30 +120,30 @@ def _odd_so_far(marks: Symbols) -> Symbols:
 
 
 def is_opening(symbols: Symbols) -> Places:
-    """Where an object or an array begins."""
+    """Return the positions where an object or an array begins."""
     opening: Places = _folded(symbols) == ord("{")
     return opening
 
 
 def is_closing(symbols: Symbols) -> Places:
-    """Where an object or an array ends."""
+    """Return the positions where an object or an array ends."""
     closing: Places = _folded(symbols) == ord("}")
     return closing
 
 
 def _folded(symbols: Symbols) -> Symbols:
-    """Brackets as braces, and letters in lower case."""
+    """Return the bytes with brackets as braces, and letters in lower case."""
     folded: Symbols = symbols | _FOLDING
     return folded
 
 
 def _has_more_pieces(symbols: Symbols, pieces_max: int) -> bool:
-    """Whether there are more than `pieces_max`; if texts are there too, whether there may be."""
+    """Return whether there are more than `pieces_max` pieces; with texts, whether there may be."""
     pieces, innermost = 0, 1
     for start in range(0, len(symbols), _SLICE_BYTES):
         part = symbols[start : start + _SLICE_BYTES]
         pieces += _count(is_opening(part)) + _count(part == ord('"'))
-        # Of values that hold no others a document has one more than commas.
+        # A document has at most one more scalar or empty value than commas.
         innermost += _count(part == ord(","))
     if pieces + PIECES_PER_FRACTION * innermost <= pieces_max:
         return False
@@ -146,7 +155,7 @@ def _count_points(symbols: Symbols) -> int:
     """Count the points and exponents that follow a digit."""
     points = 0
     for start in range(0, len(symbols), _SLICE_BYTES):
-        # One byte of the next slice may be such a point.
+        # The first byte of the next slice may be such a point.
         part = symbols[start : start + _SLICE_BYTES + 1]
         after = _folded(part[1:])
         points += _count(_is_digit(part[:-1]) & ((after == ord(".")) | (after == ord("e"))))
@@ -158,7 +167,7 @@ def _count(places: Places) -> int:
 
 
 def _may_have_long_number(symbols: Symbols) -> bool:
-    """Whether some aligned window is all digits."""
+    """Return whether some aligned window consists of digits only."""
     ends = _is_digit(symbols[_WINDOW - 1 :: _WINDOW])
     if not ends.any():
         return False
@@ -170,12 +179,12 @@ def _has_long_number(symbols: Symbols) -> bool:
     runs = _is_digit(symbols)
     length = 1
     while length <= DIGITS_MAX:
-        # Two runs of some length that far apart are one of twice the length.
+        # Two runs of a length at that distance form one of twice the length.
         runs = runs[:-length] & runs[length:]
         length *= 2
     return bool(runs.any())
 
 
 def _is_digit(symbols: Symbols) -> Places:
-    # What is below "0" wraps round to above 9.
+    # Bytes below "0" wrap round to values above 9.
     return (symbols - np.uint8(ord("0"))) < 10

@@ -1,11 +1,11 @@
-"""Path and bytes to a request, or a refusal. JSON is decoded once, by decoders built once.
+"""Conversion of path and bytes to a request, or a refusal. JSON is decoded once.
 
-Members that routing does not need are skipped: the engine judges them. The picker refuses (400)
-invalid JSON, an unpaired surrogate, a body that is no object, and a missing model where the API
-needs one. It places every other body. If a strict parser does not understand one, it is read a
-second time by `core/prompt/lenient`; if reading would take too long (`core/prompt/outline`), it is
-placed without its prompt. The body is forwarded byte for byte; a rewrite of the model changes that
-one value.
+Members that routing does not need are skipped; the engine validates them. The picker refuses (400)
+invalid JSON, an unpaired surrogate, a body that is not an object, and a missing model if the API
+needs one. It places every other body. If a strict parser does not understand it,
+`core/prompt/lenient` reads it a second time. If reading would take too long
+(`core/prompt/outline`), it is placed without its prompt. The body is forwarded byte for byte; a
+rewrite of the model changes only that value.
 """
 
 import math
@@ -41,7 +41,7 @@ from epp.core.types import BYTES_PER_TOKEN, ApiKind, Refusal, RefusalReason
 
 
 class ParserName(StrEnum):
-    """The parsers that an `EndpointPickerConfig` may name."""
+    """Names of parsers that an `EndpointPickerConfig` may use."""
 
     OPENAI = "openai-parser"
     ANTHROPIC = "anthropic-parser"
@@ -54,12 +54,16 @@ ALL_PARSERS: Final[ParserSet] = frozenset(ParserName)
 
 
 PROMPTS_MAX: Final = 10_000
-"""Prompts of one request."""
+"""Maximum number of prompts of one request."""
 PROMPTS_REMEMBERED_MAX: Final = 2_048
-"""Prompts of one request that leave a prefix; OpenAI takes no more. Each has a chain of its own to be
-hashed, matched and recorded, about seven microseconds, and may be as short as a block."""
+"""Maximum number of prompts of one request that are recorded; OpenAI accepts no more. Each has its
+own chain to hash, match and record, which takes about seven microseconds, and may be as short as a
+block.
+"""
 MODEL_MEMBERS_MAX: Final = 5_000
-"""Members `model`, at any depth, among which a rewrite looks for those at the top level."""
+"""Maximum number of members `model`, at any depth, among which a rewrite searches for top-level
+ones.
+"""
 
 
 class Parsed(Struct, frozen=True, kw_only=True, gc=False):
@@ -67,16 +71,17 @@ class Parsed(Struct, frozen=True, kw_only=True, gc=False):
 
     request: InferenceRequest
     body: bytes
-    """What to forward: the very object that came in unless the model was rewritten."""
+    """Body to forward: the received object, unless the model was rewritten."""
     incoming_model: str
-    """The model as the body spells it; "" if it names none."""
+    """Model in the body, or "" if it names none."""
     decoded: bytes = b""
-    """The body without its content encoding; b"" if it has none, or was not decoded."""
+    """Body without its content encoding; b"" if it has none, or was not decoded."""
     unparsed: str = ""
-    """Why the request is placed without prompt knowledge; "" if everything was understood."""
+    """Reason why the request is placed without prompt knowledge; "" if everything was understood.
+    """
 
 
-# Bodies. Only members that matter here; the others are skipped by the decoder.
+# Types of bodies, with the members that matter here; the decoder skips the others.
 
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Prompts: TypeAlias = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
@@ -84,7 +89,7 @@ Messages: TypeAlias = Annotated[list[Message], Meta(min_length=1)]
 
 
 class Body(Struct, gc=False):
-    """Members that the APIs share. `Raw`: the engine's business if it is of another type."""
+    """Members that all APIs have. `Raw` members may have any type; the engine validates them."""
 
     model: str | UnsetType | None = UNSET
     cache_salt: str | None = None
@@ -108,7 +113,7 @@ class CompletionsBody(Body, kw_only=True, gc=False):
 class EmbeddingsBody(Body, kw_only=True, gc=False):
     input: Prompts | None = None
     messages: Messages | None = None
-    """vLLM also embeds conversations."""
+    """Conversation to embed, as vLLM supports."""
 
 
 class ResponsesBody(Body, kw_only=True, gc=False):
@@ -135,9 +140,9 @@ class GenerateBody(Body, kw_only=True, gc=False):
 
 
 def _fraction(text: str) -> float:
-    """A number with a point or an exponent that msgspec would take eight microseconds for.
+    """Return a number with a point or an exponent that msgspec parses slowly (eight microseconds).
 
-    So it does where Lemire's algorithm does not tell, e.g. for 1e300.
+    msgspec calls this where Lemire's algorithm has no result, such as for 1e300.
     """
     value = float(text)
     if -math.inf < value < math.inf:
@@ -156,7 +161,7 @@ _decode_any = Decoder(float_hook=_fraction).decode
 
 
 class _Members(Struct, gc=False):
-    """By which a body tells what API it is for."""
+    """The members that show the API of a body."""
 
     prompt: Raw = NO_JSON
     messages: Raw = NO_JSON
@@ -167,14 +172,14 @@ _decode_members = Decoder(_Members).decode
 
 
 class _Reading(Struct, gc=False):
-    """What one API's function made of a body."""
+    """The result of one API's read function."""
 
     body: Body
     api: ApiKind = ApiKind.OPAQUE
     prompts: tuple[bytes, ...] = ()
     output_tokens_max: Raw = NO_JSON
     tokens_forgotten: int = 0
-    """In prompts that leave no prefix."""
+    """Tokens of prompts that are not recorded."""
 
 
 def _read_chat(body: bytes) -> _Reading:
@@ -239,20 +244,20 @@ def _read_generate(body: bytes) -> _Reading:
 
 
 def _read_model(body: bytes) -> _Reading:
-    """A JSON body that names a model and whose prompt, if there is one, leaves no prefix behind."""
+    """Read a JSON body that names a model, without recording a prompt."""
     return _Reading(_decode_body(body))
 
 
 def _prompts(value: Any, text_api: ApiKind, where: str) -> tuple[ApiKind, tuple[bytes, ...], int]:
-    """`value` is `Prompts`: one text, texts, the ids of one prompt, or of several.
+    """Convert `value`, a `Prompts`: one text, texts, the ids of one prompt, or of several.
 
-    Returns the API, the prompts that leave a prefix, and about how many tokens the others have.
+    Return the API, the recorded prompts, and the approximate number of tokens of the others.
     """
     if isinstance(value, str):
         return text_api, (text_prompt(value),), 0
     kind = type(value[0])
     if kind is int:
-        with suppress(TypeError):  # something else is among them
+        with suppress(TypeError):  # the list has other types too
             return ApiKind.TOKENS, (_token_bytes(value),), 0
     elif len(value) > PROMPTS_MAX:
         raise TooMuchError(f"Expected at most {PROMPTS_MAX:,} prompts - at `{where}`")
@@ -268,7 +273,7 @@ def _prompts(value: Any, text_api: ApiKind, where: str) -> tuple[ApiKind, tuple[
 
 
 def _token_bytes(token_ids: list[int]) -> bytes:
-    """Four little-endian bytes an id."""
+    """Return four little-endian bytes for each id."""
     words = array("I", token_ids)
     if sys.byteorder == "big":
         words.byteswap()
@@ -276,11 +281,11 @@ def _token_bytes(token_ids: list[int]) -> bytes:
 
 
 class _Claim(Struct, frozen=True):
-    """A parser's claim on the paths that end in some suffix."""
+    """A parser's claim on the paths that end in a suffix."""
 
     parser: ParserName
     read: Callable[[bytes], _Reading] | None
-    """None: forwarded unread."""
+    """Function that reads the body, or None to forward it unread."""
     model_required: bool = True
 
 
@@ -291,18 +296,18 @@ _CLAIMS: Final[Mapping[str, _Claim]] = {
     "responses": _Claim(ParserName.OPENAI, _read_responses),
     "conversations": _Claim(ParserName.OPENAI, _read_model, model_required=False),
     "images/generations": _Claim(ParserName.OPENAI, _read_model, model_required=False),
-    # Rendering computes a prompt without running it: the pod holds nothing of it afterwards.
+    # Rendering computes a prompt without running it, so the pod caches nothing of it.
     "chat/completions/render": _Claim(ParserName.OPENAI, _read_model, model_required=False),
     "completions/render": _Claim(ParserName.OPENAI, _read_model, model_required=False),
     "v1/messages": _Claim(ParserName.ANTHROPIC, _read_anthropic),
     "v1/messages/count_tokens": _Claim(ParserName.ANTHROPIC, None),
     "inference/v1/generate": _Claim(ParserName.VLLM_HTTP, _read_generate, model_required=False),
 }
-"""Suffix of the path, in whole segments -> who reads it; the longest suffix wins."""
+"""Claim by suffix of the path, in whole segments; the longest suffix wins."""
 _USUAL_PATHS: Final[Mapping[str, str]] = {
     f"/v1/{suffix.removeprefix('v1/')}": suffix for suffix in _CLAIMS
 }
-"""Of nearly all requests, to the suffix that each ends in."""
+"""Suffix by path, for the paths of nearly all requests."""
 _SEGMENTS_MAX: Final = max(suffix.count("/") for suffix in _CLAIMS) + 1
 _PATH_HEADERS: Final = ("x-original-path", "x-forwarded-path")
 _DEFAULT_PATH: Final = "/v1/completions"
@@ -319,11 +324,12 @@ def parse_request(
     parsers: ParserSet = ALL_PARSERS,
     segments: KnownSegments | None = None,
 ) -> Parsed | Refusal:
-    """Read one request; never raises, whatever the bytes and headers are.
+    """Read one request; no bytes or headers raise an error.
 
-    `path` is `:path`, or "" if the gateway does not say; then what the body has decides.
-    `model_rewrite`, unless it is "", replaces the model of the body; what `rewrite` makes of the
-    model of the body, unless it is None, goes before both. `segments` are given to the request.
+    `path` is `:path`, or "" if the gateway does not send it; the body then decides.
+    `model_rewrite`, unless it is "", replaces the model of the body. A result of `rewrite` for the
+    model of the body, unless it is None, takes precedence over both. `segments` become a field of
+    the request.
     """
     path = path or _path_of(headers) or _usual_path(body)
     suffix = _suffix(path, parsers)
@@ -373,7 +379,9 @@ def parse_request(
 
 
 def _read_again(suffix: str, body: bytes, problem: Exception) -> tuple[_Reading, str] | Refusal:
-    """Read a body in which the strict parser met `problem`; return also why it is unparsed."""
+    """Read a body that the strict parser rejected with `problem`, and return also why it is
+    unparsed.
+    """
     if isinstance(problem, (TooMuchError, RecursionError)):
         return _unread(suffix, body, problem)
     if not isinstance(problem, msgspec.ValidationError):
@@ -406,7 +414,7 @@ def _read_again(suffix: str, body: bytes, problem: Exception) -> tuple[_Reading,
 
 
 def _unread(suffix: str, body: bytes, problem: Exception) -> tuple[_Reading, str] | Refusal:
-    """Find the model of a body that is too costly to decode, by searches at the speed of memory."""
+    """Find the model of a body that is too costly to decode, by fast searches over its bytes."""
     if _OPENING.match(body) is None:
         return _invalid(suffix, problem)
     model: str | UnsetType = UNSET
@@ -420,14 +428,14 @@ def _unread(suffix: str, body: bytes, problem: Exception) -> tuple[_Reading, str
 def opaque_request(
     *, headers: Mapping[str, str], request_id: str, model: str = ""
 ) -> InferenceRequest:
-    """A request whose body is not looked at: routed by load alone."""
+    """Return a request whose body is not read, so that it is routed by load alone."""
     return InferenceRequest(request_id=request_id, model=model, headers=headers)
 
 
 def claim_of(path: str, headers: Mapping[str, str], parsers: ParserSet) -> str | None:
-    """Return the end of the path by which a parser claims its bodies, e.g. "chat/completions".
+    """Return the end of the path by which a parser claims its bodies, such as "chat/completions".
 
-    "" if the gateway does not tell the path, so that the body decides; None if no parser reads it.
+    "" if the gateway does not send the path, so that the body decides; None if no parser reads it.
     """
     path = path or _path_of(headers)
     if not path:
@@ -438,20 +446,21 @@ def claim_of(path: str, headers: Mapping[str, str], parsers: ParserSet) -> str |
 
 
 def _path_of(headers: Mapping[str, str]) -> str:
-    """The path that the gateway tells in a header; "" if there is none."""
+    """Return the path that the gateway sends in a header, or "" if there is none."""
     return next(filter(None, map(headers.get, _PATH_HEADERS)), "")
 
 
 def _usual_path(body: bytes) -> str:
-    """Where a body like this usually goes: NGINX Gateway Fabric does not tell the path.
+    """Return the usual path of a body like this, because NGINX Gateway Fabric does not send the
+    path.
 
-    `input` may be that of responses or of embeddings, which are read in different ways: of either
-    only the model is.
+    A body with `input` may be for responses or embeddings, which are read differently. Only its
+    model is read.
     """
     try:
         members = _decode_members(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        # Whoever reads it says what is wrong with it.
+        # The read function reports the error.
         return _DEFAULT_PATH
     if members.prompt is NO_JSON and members.messages is not NO_JSON:
         return "/v1/chat/completions"
@@ -461,7 +470,9 @@ def _usual_path(body: bytes) -> str:
 
 
 def _suffix(path: str, parsers: ParserSet) -> str:
-    """The longest claimed suffix of the path; "" if no parser of `parsers` claims it."""
+    """Return the longest suffix of the path that a parser in `parsers` claims, or "" if there is
+    none.
+    """
     usual = _USUAL_PATHS.get(path)
     if usual is not None and _CLAIMS[usual].parser in parsers:
         return usual
@@ -484,7 +495,7 @@ def _limit(output_tokens_max: Raw) -> int | None:
     return int(count[0]) if count else None
 
 
-# Refusals.
+# Creation of refusals.
 
 _AT: Final = re.compile(r" - at `([^`]*)`$")
 _MISSING: Final = re.compile(r"missing required field `([^`]*)`")
@@ -501,15 +512,16 @@ def _invalid_model(suffix: str) -> Refusal:
 
 
 def _invalid(suffix: str, problem: Exception) -> Refusal:
-    """Say what is wrong and where, without repeating anything of the body.
+    """Return a refusal with the problem and its place, without any content of the body.
 
-    msgspec names types, paths and offsets, never values. Other errors would quote the body.
+    msgspec's errors name types, paths and offsets, but never values. Other errors would quote the
+    body.
     """
     begin = f"The body for {suffix} is not valid"
     if isinstance(problem, RecursionError):
-        return _refusal(f"{begin}: expected JSON that is nested less deep")
+        return _refusal(f"{begin}: expected JSON that is nested less deeply")
     if isinstance(problem, UnicodeEncodeError):
-        return _refusal("The model that is to replace the requested one is not valid Unicode")
+        return _refusal("The model that replaces the requested one is not valid Unicode")
     if not isinstance(problem, msgspec.DecodeError):
         return _refusal(f"{begin}: expected UTF-8")
     what = str(problem)
@@ -520,11 +532,11 @@ def _invalid(suffix: str, problem: Exception) -> Refusal:
     return _refusal(f"{begin}: {what}", param)
 
 
-# Rewriting the model.
+# Rewriting of the model.
 
 _BLANK: Final = rb"[ \t\n\r]*"
-# The first quote of a member's name never follows a backslash; the quotes inside of texts always
-# do. The look-behind comes second because a pattern that begins with a byte is searched faster.
+# The first quote of a member's name never follows a backslash, but quotes inside texts always do.
+# The look-behind is second, because a pattern that begins with a byte is searched faster.
 _MODEL_MEMBER: Final = re.compile(
     rb'"(?<!\\")(?:m|\\u006[dD])(?:o|\\u006[fF])(?:d|\\u0064)(?:e|\\u0065)(?:l|\\u006[cC])"'
     + (_BLANK + rb":" + _BLANK)
@@ -534,11 +546,12 @@ _OPENING: Final = re.compile(_BLANK + rb"\{" + _BLANK + rb"(\}?)")
 
 
 def rewrite_model(body: bytes, model: str, *, present: bool) -> bytes:
-    """`body` with the value of each top-level member `model` replaced, all else byte for byte.
+    """Return `body` with the value of each top-level member `model` replaced, all else byte for
+    byte.
 
-    `body` is a valid JSON object. `present` says that it has such a member; otherwise one is put
-    first. Raises `UnicodeEncodeError` if `model` has unpaired surrogates, and `ValidationError` if
-    there are more than `MODEL_MEMBERS_MAX` members to look at.
+    `body` is a valid JSON object. `present` is True if it has such a member; otherwise one is
+    inserted first. Raises `UnicodeEncodeError` if `model` has unpaired surrogates, and
+    `ValidationError` if there are more than `MODEL_MEMBERS_MAX` members to check.
     """
     value = msgspec.json.encode(model)
     view = memoryview(body)
@@ -560,7 +573,7 @@ def rewrite_model(body: bytes, model: str, *, present: bool) -> bytes:
 def _top_level_models(body: bytes, *, one_is_certain: bool) -> list[tuple[int, int]]:
     """Return where the values of top-level members `model` begin and end.
 
-    `one_is_certain` says that a decoder has seen one at the top level.
+    `one_is_certain` is True if a decoder has found one at the top level.
     """
     members = islice(_MODEL_MEMBER.finditer(body), MODEL_MEMBERS_MAX + 1)
     spans = [member.span(1) for member in members]
@@ -573,10 +586,10 @@ def _top_level_models(body: bytes, *, one_is_certain: bool) -> list[tuple[int, i
 
 
 def _depths(body: bytes, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """In how many objects and arrays of the valid JSON `body` each of `positions` stands.
+    """Return the nesting depth of each of `positions` in the valid JSON `body`.
 
-    By counting opened and closed brackets outside of texts, without a step in Python for each
-    bracket: a client may send millions.
+    The function counts opening and closing brackets outside texts without a Python step for each
+    one, because a client may send millions.
     """
     symbols = outside_texts(body)
     opened, closed = np.flatnonzero(is_opening(symbols)), np.flatnonzero(is_closing(symbols))

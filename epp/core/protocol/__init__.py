@@ -1,1 +1,1 @@
-"""One ext_proc stream: its events, its phases, and what passes through it."""
+"""The protocol of one ext_proc stream: its events, its phases and its answers."""

@@ -1,25 +1,27 @@
-"""What all streams together may hold of bodies that are not answered yet.
+"""A limit of the memory that all streams together use for bodies that are not answered yet.
 
-A limit for one body is none for many clients: 66 of them with 31 MB each held 2 GB. So each stream
-takes what it keeps from one budget, and gives it back when the gateway has taken the answer or the
-stream is over. Who comes when nothing is left is refused, and what others hold is not touched. An
-eighth is for those who hold little: the few who hold much cannot keep the many out.
+A limit of a single body does not limit many clients: 66 clients with 31 MB each held 2 GB. Each
+stream therefore takes what it stores from one budget. It returns it when the gateway has accepted
+the answer or the stream has ended. If the budget is used up, a new body is refused, and stored
+bodies are not affected. An eighth of the budget is reserved for streams that store little, so that
+a few large bodies cannot block many small ones.
 """
 
 from typing import Final
 
 PIECE_BYTES: Final = 96
-"""What keeping one piece of a body costs besides its bytes: an object and its place in a list."""
+"""Memory that a stored piece of a body uses besides its bytes: an object and its place in a list.
+"""
 
 
 SMALL_BYTES: Final = 262_144
-"""Who holds no more may use all of the budget; most prompts are shorter."""
+"""Size up to which a stream may use the whole budget; most prompts are shorter."""
 RESERVED_SHARE: Final = 8
-"""Of the budget so much, as a divisor, is for them alone."""
+"""Divisor of the budget that is reserved for such streams."""
 
 
 class BodyBudget:
-    """Bytes of request bodies that are held, against the most that may be."""
+    """A budget for the stored bytes of request bodies."""
 
     __slots__ = ("bytes_max", "held_bytes")
 
@@ -31,9 +33,9 @@ class BodyBudget:
         return f"<BodyBudget [{self.held_bytes} of {self.bytes_max} bytes held]>"
 
     def take(self, count_bytes: int, holding_bytes: int = 0) -> bool:
-        """Hold `count_bytes` more for one that holds `holding_bytes` already.
+        """Take `count_bytes` more for a stream that holds `holding_bytes` already.
 
-        False: there is no room, and nothing was taken.
+        Return False, and take nothing, if there is no room.
         """
         most = self.bytes_max
         if holding_bytes + count_bytes > SMALL_BYTES:
@@ -44,6 +46,6 @@ class BodyBudget:
         return True
 
     def give_back(self, count_bytes: int) -> None:
-        """Hold `count_bytes` less, which were taken before."""
+        """Return `count_bytes` that were taken before."""
         assert count_bytes <= self.held_bytes, f"{count_bytes} of {self.held_bytes} given back"
         self.held_bytes -= count_bytes

@@ -1,6 +1,7 @@
-"""The vocabulary of an ext_proc stream: what a gateway sends, what the picker answers.
+"""The messages of an ext_proc stream: events from the gateway, and answers of the picker.
 
-Free of protobuf: `shell/gateway/codec` translates. Each event is one message of the gateway.
+The module does not depend on protobuf: `shell/gateway/codec` translates. Each event is one message
+of the gateway.
 """
 
 from collections.abc import Mapping
@@ -12,7 +13,9 @@ from msgspec import Struct
 from epp.core.types import Refusal, RefusalReason
 
 BODY_CHUNK_BYTES_MAX: Final = 62_000
-"""Gateways refuse body chunks above 64 KB; the reference picker cuts here."""
+"""Maximum size of a body chunk. Gateways reject chunks above 64 KB; the reference picker uses this
+limit.
+"""
 
 DESTINATION_HEADER: Final = "x-gateway-destination-endpoint"
 REQUEST_ID_HEADER: Final = "x-request-id"
@@ -36,11 +39,11 @@ CONTROL_HEADERS: Final = frozenset(
         "x-kv-cache-source-host-port",
     }
 )
-"""Spoken between gateway and picker: the model server must not get them from a client."""
+"""Headers between gateway and picker; the model server must not receive them from a client."""
 
 
 class BodyMode(IntEnum):
-    """`envoy.extensions.filters.http.ext_proc.v3.ProcessingMode.BodySendMode`."""
+    """Values of `envoy.extensions.filters.http.ext_proc.v3.ProcessingMode.BodySendMode`."""
 
     UNKNOWN = -1
     NONE = 0
@@ -51,26 +54,26 @@ class BodyMode(IntEnum):
 
 
 class BodyModes(Struct, frozen=True):
-    """What `protocol_config` announces; only the first message of a stream carries it."""
+    """The body modes that `protocol_config` announces, in the first message of a stream only."""
 
     request: BodyMode
     response: BodyMode
     unknown: int | None = None
-    """The number of a mode that is not known, if there is one."""
+    """Number of an unknown mode, or None."""
 
 
 class RequestHeaders(Struct, frozen=True, gc=False):
     headers: Mapping[str, str]
-    """Lower-case names."""
+    """Headers by lower-case name."""
     end_of_stream: bool
     modes: BodyModes | None = None
     subset: tuple[str, ...] | None = None
-    """The subset hint of this message; None: it carries none; (): empty or malformed."""
+    """Subset hint of this message; None if it has none, () if it is empty or malformed."""
 
 
 class RequestBody(Struct, frozen=True, gc=False):
     body: bytes | memoryview
-    """A piece of the body, or all of it. A view keeps the message in memory that it is a part of."""
+    """A piece of the body, or all of it. A view keeps its whole message in memory."""
     end_of_stream: bool
     subset: tuple[str, ...] | None = None
 
@@ -84,7 +87,7 @@ class ResponseHeaders(Struct, frozen=True, gc=False):
     end_of_stream: bool
     modes: BodyModes | None = None
     served: str = ""
-    """The endpoint that serves, if the gateway tells: "ip:port"."""
+    """Endpoint "ip:port" that serves the request, or "" if the gateway does not report it."""
 
 
 class ResponseBody(Struct, frozen=True, gc=False):
@@ -107,14 +110,15 @@ Event: TypeAlias = (
 
 
 class Destination(Struct, frozen=True, gc=False):
-    """Where the request goes and what changes in its headers."""
+    """The destination of a request, and the changes of its headers."""
 
     endpoints: tuple[str, ...]
-    """ "ip:port", the first choice first; more than one only where fallbacks are configured."""
+    """Endpoints "ip:port", the first choice first; more than one only if fallbacks are configured.
+    """
     set_headers: tuple[tuple[str, str], ...] = ()
     remove_headers: tuple[str, ...] = ()
     own_header: tuple[str, str] | None = None
-    """One more to set, whose value no other request gets."""
+    """One more header to set, whose value is unique to the request."""
 
 
 class RequestHeadersAnswer(Struct, frozen=True, gc=False):
@@ -122,7 +126,7 @@ class RequestHeadersAnswer(Struct, frozen=True, gc=False):
 
 
 class RequestBodyAnswer(Struct, frozen=True, gc=False):
-    """Answers a message of a buffered or streamed body; `body` replaces what Envoy holds."""
+    """The answer to a message of a buffered or streamed body; `body` replaces Envoy's copy."""
 
     destination: Destination | None = None
     body: bytes | None = None
@@ -142,7 +146,9 @@ class RequestTrailersAnswer(Struct, frozen=True):
 class ResponseHeadersAnswer(Struct, frozen=True, gc=False):
     set_headers: tuple[tuple[str, str], ...] = ()
     without_body: bool = False
-    """The gateway need not show the body; it does all the same unless it allows an override."""
+    """Asks the gateway not to send the body; it has an effect only if the gateway allows an
+    override.
+    """
 
 
 class ResponseBodyAnswer(Struct, frozen=True):
@@ -161,7 +167,7 @@ class ResponseTrailersAnswer(Struct, frozen=True):
 
 
 class ImmediateAnswer(Struct, frozen=True):
-    """Answer the client ourselves."""
+    """An answer that the picker sends to the client itself."""
 
     refusal: Refusal
     headers: tuple[tuple[str, str], ...]
@@ -169,25 +175,29 @@ class ImmediateAnswer(Struct, frozen=True):
 
 RETRY_AFTER_S: Final = "1"
 RETURNED_CHARACTERS_MAX: Final = 256
-"""Of a request id: a client may send any, and a response has room for less than a request."""
+"""Maximum length of a returned request id, because clients may send any length, and responses have
+less room than requests.
+"""
 
 
 _PASSING: Final = frozenset(
     {RefusalReason.SATURATED, RefusalReason.OVERLOADED, RefusalReason.BODIES_HELD}
 )
-"""Reasons that may be gone in a moment: the client is told when to come back."""
+"""Reasons that may soon pass, so that the client gets a `retry-after`."""
 
 
 def returnable(request_id: str) -> str:
-    """`request_id`, if clients may get it back as a header: not too long, and printable ASCII; else ""."""
+    """Return `request_id` if it may be returned as a header (printable ASCII, not too long), else
+    "".
+    """
     fits = len(request_id) <= RETURNED_CHARACTERS_MAX
     return request_id if fits and request_id.isascii() and request_id.isprintable() else ""
 
 
 def refusing(refusal: Refusal, request_id: str = "") -> ImmediateAnswer:
-    """The answer that refuses a request: whoever refuses, it looks the same.
+    """Return the answer that refuses a request, in the same form for all reasons.
 
-    `request_id`: its name, which the client is told if it is `returnable`; "": it has none.
+    `request_id` is returned to the client if it is `returnable`; "" if the request has none.
     """
     headers = [("content-type", "application/json")]
     if returnable(request_id):

@@ -9,14 +9,14 @@ from epp.core.types import Seconds
 
 RETRY_AFTER_HEADER: Final = "retry-after"
 _BYTES_MAX: Final = 64
-"""The longest date has 33 characters."""
+"""Maximum length of a value; the longest date has 33 characters."""
 
 
 def retry_after_s(headers: Mapping[str, str]) -> Seconds | None:
-    """Return how long the client is asked to wait; None if the response does not say.
+    """Return how long the client should wait, or None if the response does not say.
 
-    A date is compared with the `date` of the same response, so that no clock is needed. A header
-    that is not understood says nothing. The result is never negative.
+    A date is compared with the `date` of the same response, so that no clock is needed. A malformed
+    header is ignored. The result is never negative.
     """
     value = headers.get(RETRY_AFTER_HEADER, "").strip()
     if not value or len(value) > _BYTES_MAX:

@@ -1,43 +1,46 @@
 """One ext_proc stream as a state machine: events in, answers out. No I/O, no clock.
 
-Theory. Envoy opens one stream for each HTTP request and sends request headers, request body
-chunks, request trailers, then the same of the response; each kind only if the gateway is configured
-to send it. Every message but a full-duplex body chunk is owed exactly one answer, in order. How the
-request phase is answered depends on the body mode that the first message announces:
+Theory. Envoy opens one stream for each HTTP request. It sends request headers, request body chunks
+and request trailers, then the same of the response. It sends each kind only if the gateway is
+configured to. Every message needs exactly one answer, in order, except for full-duplex body chunks.
+The answers of the request phase depend on the body mode that the first message announces:
 
-* FULL_DUPLEX_STREAMED, or nothing announced: Envoy has let the body go. The header answer is held
-  until the body is whole; then headers, then the body again in chunks, then trailers.
-* BUFFERED, BUFFERED_PARTIAL: headers are answered at once; the one body message is answered with
-  the destination.
-* STREAMED, NONE, unknown: the destination must be in the header answer (Envoy 1.40 gives 503
-  otherwise), so the request is scheduled without having seen its body.
+* FULL_DUPLEX_STREAMED, or nothing announced: Envoy does not keep the body. The header answer is
+held
+  until the body is complete. Then the session sends headers, the body in chunks, and trailers.
+* BUFFERED, BUFFERED_PARTIAL: headers are answered at once. The answer to the one body message has
+the
+  destination.
+* STREAMED, NONE, unknown: the header answer must have the destination (otherwise Envoy 1.40 answers
+  503), so the request is scheduled without its body.
 
-A request without a body, such as GET /v1/models, is scheduled at its headers in every mode. So is
-one that asks for another protocol (a WebSocket by an upgrade or by an extended CONNECT) in full duplex,
-because its body has no end; what follows is passed back as it comes. A gateway that buffers it has hung it up before we can tell.
+A request without a body, such as GET /v1/models, is scheduled at its headers in every mode. So is a
+request for another protocol in full duplex (a WebSocket by an upgrade or by an extended CONNECT),
+because its body has no end. Its data is passed back as it arrives. A gateway that buffers such a
+request hangs before the picker can detect it.
 
-What ends a lease also lives here and nowhere else: the end of the response, or the end of the
-stream. A stream that ends before any response headers means that the client left, if this gateway
-is known to send response headers; otherwise nothing more will ever be heard of the request, and the
-scheduler keeps the lease for as long as the request probably takes.
+Only this module decides when a lease ends: at the end of the response, or at the end of the stream.
+A stream may end before any response headers. If this gateway is known to send response headers, the
+client has left. Otherwise no more is ever received about the request, and the scheduler keeps the
+lease for the request's probable duration.
 
-A request that was understood may have to wait before it is placed (`core/protocol/waiting`): until
-it is resolved the stream is WAITING, whatever the body mode. What the gateway sends meanwhile of the
-request is held, in its order and within the same bounds, and answered after it. Whatever else ends
-the stream ends the wait.
+A parsed request may have to wait before it is placed (`core/protocol/waiting`). Until it is
+resolved, the stream is WAITING in every body mode. Messages about the request that arrive meanwhile
+are stored in order, within the same limits, and answered after it. Any other end of the stream ends
+the wait.
 
-A body with a content encoding is decoded while it comes, a bounded amount in each turn of the event
-loop (`core/prompt/encodings`). While `undecoded` is true, whoever drives the stream calls `carry_on`
-in later turns; if the body is whole by then, the stream is WAITING too. The endpoint gets the bytes
-that came, unless the model is rewritten.
+A body with a content encoding is decoded while it arrives, a bounded amount in each turn of the
+event loop (`core/prompt/encodings`). While `undecoded` is true, the driver of the stream calls
+`carry_on` in later turns. If the body is already complete, the stream is WAITING too. The endpoint
+receives the original bytes, unless the model is rewritten.
 
-What a stream may cost is bounded here too. The pieces of its body are counted against the limit of
-one body and against what all streams together may hold (`BodyBudget`); a body in ever smaller
-pieces is refused, because a piece costs the same whatever is in it; and whoever drives the stream
-calls `time_out` when a request is `incomplete` for too long.
+The module also limits the cost of a stream. The pieces of its body count against the limit of one
+body and against the budget of all streams (`BodyBudget`). A body in too small pieces is refused,
+because each piece costs the same at any size. The driver of the stream calls `time_out` if a
+request is `incomplete` for too long.
 
-`_HANDLERS` is the whole of what is legal: (phase, event) to the method that answers it. Whatever is
-not in it ends the stream: the gateway broke the protocol.
+`_HANDLERS` lists all legal transitions as (phase, event) -> handler. Any other event is a protocol
+violation of the gateway and ends the stream.
 """
 
 import sys
@@ -105,21 +108,25 @@ from epp.core.types import Endpoint, Refusal, RefusalReason, Seconds
 
 
 class Gateway:
-    """What is remembered of one gateway between its streams."""
+    """The state of one gateway that outlives its streams."""
 
     __slots__ = ("sends_response_headers", "unseen")
 
     def __init__(self) -> None:
         self.sends_response_headers = False
         self.unseen = 0
-        """Requests of which it showed no response, while it had shown none of any."""
+        """Requests without a response, while the gateway has never sent one."""
 
 
 UNSEEN_TOLD: Final = 20
-"""Requests without a response before it is told that a gateway shows none: clients leave too."""
+"""Number of requests without a response after which the gateway is reported, because clients leave
+too.
+"""
 PIECES_FREE: Final = 1_024
 PIECE_MEAN_BYTES_MIN: Final = 256
-"""A body may come in `PIECES_FREE` pieces, and one more for so many bytes of it. Gateways send what one read of a socket gives: some kilobytes, in full duplex up to 64."""
+"""Size of a body that allows one more piece beyond `PIECES_FREE`. A gateway sends what one read of
+a socket returns: some kilobytes, in full duplex up to 64 KB.
+"""
 
 
 class SessionSettings(Struct, frozen=True, kw_only=True):
@@ -127,72 +134,77 @@ class SessionSettings(Struct, frozen=True, kw_only=True):
     parsers: ParserSet = ALL_PARSERS
     parse_response_usage: bool = False
     decline_response_bodies: bool = False
-    """Ask a gateway that streams response bodies not to: for those that allow a mode override."""
+    """Ask a gateway that streams response bodies not to; it must allow a mode override."""
     subset_filter: bool = True
     priorities: Mapping[str, int] = field(default_factory=dict)
-    """Name of an objective -> priority; below 0 may be shed."""
+    """Priority by name of an objective; requests with a negative one may be shed."""
     trust_model_rewrite: bool = False
-    """The gateway strips `REWRITE_HEADERS` of clients, so that they may say which model serves."""
+    """The gateway removes clients' `REWRITE_HEADERS`, so that they may name the served model."""
     pass_from_bytes: int | None = None
-    """Memory is scarce: a body that is as long as this is routed unread and held no longer."""
+    """Body size from which bodies are routed unread and not stored, because memory is scarce; None
+    for no limit.
+    """
     explain_headers: bool = False
-    """Tell clients who was chosen, and in a few words why."""
+    """Report the chosen endpoint, and a short reason, to clients."""
     request_load_metrics: bool = False
-    """Ask the engine for its load in the response headers, where the client does not."""
+    """Request the engine's load in response headers, if the client does not."""
     rewrite: Callable[[str], str | None] | None = None
-    """Model of the body -> the model that is to serve it; None: no rule says."""
+    """Function model of the body -> served model, or None if no rule applies."""
 
 
 class Trace(Protocol):
-    """What a tracer keeps with an exchange, and what it has the gateway tell the model server."""
+    """The state of a tracer for one exchange, and the headers that it sets and removes."""
 
     own_header: tuple[str, str]
     remove_headers: tuple[str, ...]
 
 
 class Exchange(Struct, eq=False):
-    """The record of one request and its response, for whoever observes."""
+    """The record of one request and its response, for observers."""
 
     started_at_s: Seconds
     headers: Mapping[str, str] = field(default_factory=dict)
-    """The request's headers; their names are in lower case."""
+    """Headers of the request by lower-case name."""
     incoming_model: str = ""
     request: InferenceRequest | None = None
     request_bytes: int = 0
     decision: Decision | None = None
     endpoint: Endpoint | None = None
-    """The endpoint that got the request, as far as is known; None also if it is not in the pool."""
+    """Endpoint that received the request, as far as is known; None also if it is not in the pool.
+    """
     unseen_body: BodyMode | None = None
-    """The mode that made the picker schedule without having seen the body."""
+    """Mode because of which the picker scheduled without the body, or None."""
     passed_unread: bool = False
-    """The body could be seen, but there was no memory to read it."""
+    """True if the body was available, but not read for lack of memory."""
     unparsed: str = ""
-    """Why the request is placed without prompt knowledge although the body was seen."""
+    """Reason why the request is placed without prompt knowledge although the body was available, or
+    "".
+    """
     unparsed_api: str = ""
-    """The end of the path by which a parser claims the body, where `unparsed` is set."""
+    """End of the path by which a parser claims the body, if `unparsed` is set."""
     answered_at_s: Seconds = 0.0
-    """When the message came that the decision or refusal answers."""
+    """Time of the message that the decision or refusal answers."""
     response_started_at_s: Seconds | None = None
     first_output_at_s: Seconds | None = None
     status: int | None = None
     by_gateway: bool = False
-    """The response is the gateway's own."""
+    """True if the gateway itself created the response."""
     retry_after_s: Seconds | None = None
-    """Seconds after which a 429 or 503 asks the client to try again."""
+    """Seconds after which a 429 or 503 asks the client to retry."""
     served: str = ""
-    """The endpoint that the response is from, "ip:port", if the gateway tells."""
+    """Endpoint "ip:port" that sent the response, or "" if the gateway does not report it."""
     response_bytes: int = 0
     usage: Usage | None = None
     path: str = ""
-    """Without the query; it and `request_id` are set for refusals."""
+    """Path without the query; like `request_id`, it is set for refusals."""
     request_id: str = ""
     failure: "StreamFailure | None" = None
     trace: Trace | None = None
-    """Set by an observer, at the latest when it is told of the decision."""
+    """State of the tracer; an observer sets it in `decided` at the latest."""
 
 
 class StreamFailure(StrEnum):
-    """Why a stream ends with an error, and the request in it."""
+    """Reasons why a stream, and its request, ends with an error."""
 
     MALFORMED = "malformed-message"
     VIOLATION = "protocol-violation"
@@ -200,7 +212,7 @@ class StreamFailure(StrEnum):
 
 
 class Observer(Protocol):
-    """Is told what happened, after it happened; must not raise."""
+    """An observer of the events of requests, after they happened. Its methods must not raise."""
 
     def decided(self, exchange: Exchange) -> None: ...
     def refused(self, exchange: Exchange, refusal: Refusal) -> None: ...
@@ -209,37 +221,39 @@ class Observer(Protocol):
     def completed(self, exchange: Exchange, outcome: Outcome, now: Seconds) -> None: ...
     def set_aside(self, endpoint: Endpoint) -> None: ...
     def unknown_body_mode(self, mode: int) -> None:
-        """`mode`: the number of it."""
+        """Count an unknown body mode; `mode` is its number."""
         ...
 
     def unknown_objective(self) -> None:
-        """A request names an objective that is not known; it has priority 0."""
+        """Count a request whose objective is unknown; it has priority 0."""
         ...
 
     def protocol_violated(self, phase: str, event: str) -> None: ...
     def response_body_declined(self) -> None:
-        """The gateway was asked not to show the body of a response."""
+        """Count a response whose body the gateway was asked not to send."""
         ...
 
     def usage_unseen(self) -> None:
-        """Usage is to be read of a response whose body the gateway does not show."""
+        """Count a response whose usage cannot be read, because the gateway does not send its body."""
         ...
 
     def responses_unseen(self) -> None:
-        """The gateway shows no responses: nobody can see whether endpoints fail."""
+        """Report that the gateway sends no responses, so that failures of endpoints stay
+        undetected.
+        """
         ...
 
 
 class Phase(StrEnum):
     START = "start"
     COLLECTING = "collecting"
-    """Full duplex: the body comes in, nothing is answered yet."""
+    """Full duplex: the body is arriving, and nothing is answered yet."""
     BUFFERED = "buffered"
-    """Headers are answered, the body will come in one message."""
+    """Headers are answered, and the body will arrive in one message."""
     WAITING = "waiting"
-    """The request is understood and cannot be placed yet."""
+    """The request is parsed and cannot be placed yet."""
     ROUTED = "routed"
-    """The gateway knows the destination; what is left of the request is let through."""
+    """The gateway knows the destination; the rest of the request is passed through."""
     RESPONDING = "responding"
     ENDED = "ended"
 
@@ -252,52 +266,57 @@ _FULL_DUPLEX: Final = BodyModes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUP
 
 
 class _Pending(Struct, frozen=True):
-    """A request that was understood, and what its placing is answered with."""
+    """A request that was parsed, and the function that creates its answers."""
 
     request: InferenceRequest
     changed_body: bytes | None
-    """The new body if the model was rewritten."""
+    """New body if the model was rewritten, else None."""
     answers: Callable[[Destination], list[Answer]]
     body: bytes = b""
-    """What the endpoint gets, where it was read."""
+    """Body that the endpoint receives, or b"" if it was not read."""
 
 
 class Session:
-    """One stream. Feed every message to `receive`, send what it returns, and when the stream ends,
-    however it ends, call `closed` once. Call `sent` when the gateway has taken all that `receive`
-    returned. When `finished` is true the stream is to be ended with OK.
+    """The state machine of one stream.
+
+    The caller passes every message to `receive` and sends the returned answers. It calls `sent`
+    when the gateway has accepted them, and `closed` once when the stream has ended in any way. If
+    `finished` is true, the caller ends the stream with OK.
     """
 
     # Every stream begins with these values, and most streams change few of them.
 
     undecoded = False
-    """`carry_on` must be called in a later turn of the event loop."""
+    """True if `carry_on` must be called in a later turn of the event loop."""
     resume: Resume | None = None
     waited_s: Seconds = 0.0
-    """For how long the first message was there when it is received; its clock begins then."""
+    """Time that the first message had waited when it was received; the request's time starts then.
+    """
     finished = False
     violated = False
-    """The gateway broke the protocol; the stream is to be ended with an error."""
+    """True if the gateway violated the protocol; the stream must be ended with an error."""
     _phase = Phase.START
     _modes = _FULL_DUPLEX
     _headers: Mapping[str, str] = MappingProxyType({})
     _named = ""
-    """The name of the request, once it was asked for."""
+    """Request id, or "" until it is first needed."""
     _subset: tuple[str, ...] | None = None
     _body_bytes = 0
     _pieces = 0
     _endless = False
-    """The bytes after the headers belong to another protocol, which may send pieces of any size."""
+    """True if the bytes after the headers belong to another protocol, which may use pieces of any
+    size.
+    """
     _taken_bytes = 0
-    """This stream has taken so many bytes of the budget."""
+    """Bytes that this stream has taken from the budget."""
     _encoded: EncodedBody | None = None
-    """The decoder of the body, until it is read; None if the body has no content encoding."""
+    """Decoder of the body until it is read; None if the body has no content encoding."""
     _decoding_bytes = 0
-    """The decoder and its output hold so many of these bytes."""
+    """Part of these bytes that the decoder and its output use."""
     _recoded = False
-    """The body was decoded. If it is changed, its encoding is gone."""
+    """True if the body was decoded; a changed body then loses its encoding."""
     _read: Callable[[Seconds], list[Answer]] | None = None
-    """Reads the body that is whole, once it is decoded."""
+    """Function that reads the complete body once it is decoded, or None."""
     _wait: Wait | None = None
     _pending: _Pending | None = None
     _held_bytes = 0
@@ -305,7 +324,7 @@ class Session:
     _usage_reader: UsageReader | None = None
     _announced = False
     _declined = False
-    """The gateway was asked not to show the response body, and has not shown any of it."""
+    """True if the gateway was asked not to send the response body, and has sent none of it."""
     _request_ended = False
     _completed = False
 
@@ -319,10 +338,10 @@ class Session:
         budget: BodyBudget | None = None,
         resolver: Resolver | None = None,
     ) -> None:
-        """`new_request_id` names requests that come without `x-request-id`.
+        """Create the session. `new_request_id` creates ids for requests without `x-request-id`.
 
-        `budget` is that of all streams; None: only the limit of one body holds. Where there is a
-        `resolver`, `resume` must be set to what calls `resolved` and sends what that returns.
+        `budget` is shared by all streams; None for the limit of a single body only. If there is a
+        `resolver`, `resume` must be set to a function that calls `resolved` and sends its answers.
         """
         self._scheduler = scheduler
         self._settings = settings
@@ -334,7 +353,7 @@ class Session:
         self._exchange = Exchange(0.0)
         self._body: list[bytes | memoryview] = []
         self._held: list[RequestBody | RequestTrailers] = []
-        """What came while the request waits."""
+        """Messages that arrived while the request waits."""
 
     def __repr__(self) -> str:
         decision = self._exchange.decision
@@ -342,7 +361,7 @@ class Session:
         return f"<Session [{self._phase.value}, to {where}, {self._body_bytes} body bytes held]>"
 
     def receive(self, event: Event, now: Seconds) -> list[Answer]:
-        """Take the next message; return the answers to send, in order."""
+        """Process the next message and return the answers to send, in order."""
         if self.finished:
             return []
         handler = _HANDLERS.get((self._phase, type(event)))
@@ -351,20 +370,22 @@ class Session:
         return handler(self, event, now)
 
     def failed(self, failure: StreamFailure) -> None:
-        """The stream is to be ended with an error; `closed` follows."""
+        """Note that the stream will be ended with an error; `closed` follows."""
         self.finished = True
         self._end_wait()
         self._exchange.failure = failure
         self._observer.failed(self._exchange, failure)
 
     def half_closed(self, now: Seconds) -> list[Answer]:
-        """The gateway will send no more. Some half-close right after the body: answer them."""
+        """Handle the end of the gateway's messages. Some gateways half-close right after the body,
+        and still need answers.
+        """
         if self._phase is Phase.COLLECTING and self._pieces and not self._announced:
             return self._route_full_duplex(now, trailers=False)
         return []
 
     def closed(self, now: Seconds) -> None:
-        """The stream is over, in whatever way; give back what it holds."""
+        """Release the stream's resources after it has ended in any way."""
         self._phase = Phase.ENDED
         self._end_wait()
         self._let_go()
@@ -383,29 +404,31 @@ class Session:
         self._complete(ending, now)
 
     def sent(self) -> None:
-        """The gateway has taken the answers: the body that they repeat is held no longer."""
+        """Release the stored body, because the gateway has accepted the answers that repeat it."""
         if self._taken_bytes and self._phase not in _UNPLACED:
             self._give_back()
 
     @property
     def incomplete(self) -> bool:
-        """The request is not whole or not placed yet: nothing is answered that it could go on without."""
+        """True if the request is not complete or not placed yet, so that the gateway waits for an
+        answer.
+        """
         return self._phase in _UNPLACED
 
     @property
     def may_wait(self) -> bool:
-        """`resume` must be set."""
+        """True if `resume` must be set."""
         return self._resolver is not None
 
     @property
     def waiting(self) -> bool:
-        """The request waits: after a half-close, too, `resolved` is still to be answered."""
+        """True if the request waits; after a half-close, too, `resolved` will give answers."""
         return self._phase is Phase.WAITING
 
     def resolved(self, resolution: Resolution, now: Seconds) -> list[Answer]:
-        """The wait is over: place the request, or refuse it; return the answers to send, in order.
+        """Place or refuse the request after its wait, and return the answers to send, in order.
 
-        Nothing, if the stream does not wait any more.
+        There are none if the stream does not wait any more.
         """
         pending = self._pending
         if self._phase is not Phase.WAITING or pending is None:
@@ -422,9 +445,9 @@ class Session:
         return answers
 
     def carry_on(self, now: Seconds) -> list[Answer]:
-        """Decode more of the body; return the answers to send, in order.
+        """Decode more of the body and return the answers to send, in order.
 
-        Does nothing unless `undecoded` is true.
+        It does nothing unless `undecoded` is true.
         """
         if not self.undecoded:
             return []
@@ -444,7 +467,7 @@ class Session:
         return answers
 
     def time_out(self, now: Seconds) -> list[Answer]:
-        """The request did not become whole, or was not placed, in time: refuse it."""
+        """Refuse a request that was not complete, or not placed, in time."""
         self._exchange.answered_at_s = now
         if self._phase is Phase.WAITING:
             return self._refuse(
@@ -463,17 +486,18 @@ class Session:
         )
 
     def may_end_for_drain(self) -> bool:
-        """The stream can be ended with OK without losing a byte of request or response.
+        """Return whether the stream can be ended with OK without losing data of request or
+        response.
 
-        True once the request is routed, all of it has come if we pass it back, and the response
-        body bypasses the picker. In full duplex ending early loses data in a race, whatever the
+        It can if the request is routed, has arrived completely if the picker passes it back, and
+        the response body bypasses the picker. In full duplex an early end may lose data in every
         phase.
         """
         passed = self._request_ended or self._modes.request not in _HOLDING
         bypassed = self._modes.response in {BodyMode.NONE, BodyMode.STREAMED}
         return passed and bypassed and self._phase in {Phase.ROUTED, Phase.RESPONDING}
 
-    # The request phase.
+    # Handlers of the request phase.
 
     def _open(self, event: RequestHeaders, now: Seconds) -> list[Answer]:
         self._exchange.started_at_s = now - self.waited_s
@@ -529,7 +553,7 @@ class Session:
             return refused
         partial = self._modes.request is BodyMode.BUFFERED_PARTIAL and not event.end_of_stream
         if partial:
-            # The body did not fit into Envoy's buffer: what is here is no whole JSON document.
+            # The body did not fit into Envoy's buffer, so it is not a complete JSON document.
             self._exchange.unseen_body = self._modes.request
             return self._route_unread_buffered(now)
         self._body.clear()
@@ -565,7 +589,9 @@ class Session:
         return self._place(_Pending(self._opaque(), None, answers), now)
 
     def _buffered_trailers(self, event: RequestTrailers, now: Seconds) -> list[Answer]:
-        """Trailers and no body at all: too late for a destination, there is nothing to serve."""
+        """Refuse trailers without a body: it is too late for a destination, and there is nothing to
+        serve.
+        """
         return self._refuse(_bad_request("the request has trailers but no body", None))
 
     def _pass_body(self, event: RequestBody, now: Seconds) -> list[Answer]:
@@ -574,7 +600,8 @@ class Session:
         if self._in_small_pieces() and not self._endless:
             return self._violate("small pieces of a body")
         if self._request_ended:
-            # Envoy may send the end of a large body twice (envoy#46237): it was answered once.
+            # Envoy may send the end of a large body twice (envoy#46237), and the first was
+            # answered.
             return []
         self._request_ended = event.end_of_stream
         if self._modes.request in _HOLDING:
@@ -587,7 +614,7 @@ class Session:
         self._request_ended = True
         return [RequestTrailersAnswer()]
 
-    # The response phase.
+    # Handlers of the response phase.
 
     def _respond(self, event: ResponseHeaders, now: Seconds) -> list[Answer]:
         self._gateway.sends_response_headers = True
@@ -598,8 +625,8 @@ class Session:
         exchange = self._exchange
         exchange.response_started_at_s = now
         exchange.status = _status(event.headers)
-        # Every engine's web server dates its answers or names itself. What Envoy answers when it
-        # gets no connection has neither as yet.
+        # Every engine's web server sets `date` or `server`. Envoy's own answer to a failed
+        # connection has neither at this point.
         exchange.by_gateway = not ("date" in event.headers or "server" in event.headers)
         if exchange.status in MAY_BE_FULL:
             exchange.retry_after_s = retry_after_s(event.headers)
@@ -635,7 +662,7 @@ class Session:
         self._declined = (
             self._settings.decline_response_bodies
             and not self._settings.parse_response_usage
-            # Measured on Envoy 1.40: one of the two in full duplex, and no override counts.
+            # In Envoy 1.40 (measured), an override has no effect if either mode is full duplex.
             and self._modes.request not in _HOLDING
             and self._modes.response is BodyMode.STREAMED
             and not event.end_of_stream
@@ -646,12 +673,12 @@ class Session:
 
     def _response_body(self, event: ResponseBody, now: Seconds) -> list[Answer]:
         exchange = self._exchange
-        # The gateway does not let itself be told.
+        # The gateway has ignored the request.
         self._declined = False
         exchange.response_bytes += len(event.body)
         if exchange.first_output_at_s is None and event.body:
             exchange.first_output_at_s = now
-            # The body of an error says nothing of the prompt.
+            # The body of an error is not output for the prompt.
             if exchange.decision is not None and (exchange.status or 200) < 400:
                 self._scheduler.take(OutputStarted(exchange.decision.lease), now)
         if self._usage_reader is not None:
@@ -672,7 +699,7 @@ class Session:
         self._end_response(now)
         return [ResponseTrailersAnswer()]
 
-    # What the handlers share.
+    # Functions that handlers share.
 
     def _learn_modes(self, modes: BodyModes | None) -> None:
         if modes is None:
@@ -683,12 +710,12 @@ class Session:
             self._observer.unknown_body_mode(modes.unknown)
 
     def _hint(self, subset: tuple[str, ...]) -> None:
-        """Keep the gateway's hint; the latest message that carries one counts."""
+        """Store the gateway's subset hint; the latest message that has one counts."""
         if self._settings.subset_filter:
             self._subset = subset
 
     def _hold(self, body: bytes | memoryview) -> list[Answer]:
-        """Hold the next piece of the body, or return the refusal of a body that is too much."""
+        """Store the next piece of the body, or return the refusal of a body above a limit."""
         piece_bytes = len(body)
         self._body_bytes += piece_bytes
         self._pieces += 1
@@ -707,11 +734,11 @@ class Session:
         return []
 
     def _in_small_pieces(self) -> bool:
-        """Return whether the body came in too many pieces for what is in them."""
+        """Return whether the body has too many pieces for its size."""
         return self._pieces > PIECES_FREE + self._body_bytes // PIECE_MEAN_BYTES_MIN
 
     def _let_go(self) -> None:
-        """The body is not needed any more."""
+        """Release the body."""
         self._body.clear()
         if self._encoded is not None:
             self._drop_decoder()
@@ -721,10 +748,10 @@ class Session:
         self._budget.give_back(self._taken_bytes)
         self._taken_bytes = 0
 
-    # Content encodings.
+    # Handling of content encodings.
 
     def _begin_decoding(self, encoding: str) -> None:
-        """Decode the body that follows, if a parser reads it."""
+        """Start to decode the body that follows, if a parser reads it."""
         headers, settings = self._headers, self._settings
         if (
             is_identity(encoding)
@@ -734,13 +761,13 @@ class Session:
         self._encoded = EncodedBody(encoding, settings.request_body_bytes_max)
 
     def _decode(self, chunk: bytes | memoryview) -> list[Answer]:
-        """Take the next encoded chunk, and decode for one turn; return a refusal or nothing."""
+        """Take the next encoded chunk, decode for one turn, and return a refusal or nothing."""
         assert self._encoded is not None, "the body has a content encoding"
         self._encoded.feed(bytes(chunk))
         return self._work(self._encoded)
 
     def _work(self, encoded: EncodedBody) -> list[Answer]:
-        """Decode for one turn; return a refusal or nothing."""
+        """Decode for one turn, and return a refusal or nothing."""
         encoded.work()
         if encoded.too_large:
             return self._refuse(_decoded_too_large(self._settings.request_body_bytes_max))
@@ -750,7 +777,7 @@ class Session:
         return []
 
     def _count(self, encoded: EncodedBody) -> bool:
-        """Count what `encoded` holds against the budget; return whether there was room."""
+        """Count the decoder's memory against the budget, and return whether there was room."""
         more_bytes = encoded.held_bytes - self._decoding_bytes
         if more_bytes > 0 and not self._budget.take(more_bytes, self._taken_bytes):
             return False
@@ -761,19 +788,21 @@ class Session:
         return True
 
     def _wait_until_decoded(self, read: Callable[[Seconds], list[Answer]]) -> list[Answer]:
-        """The body is whole, and `carry_on` decodes the rest of it before `read` is called."""
+        """Wait until `carry_on` has decoded the rest of the complete body, before `read` is called."""
         self._phase = Phase.WAITING
         self._read = read
         return []
 
     def _drop_decoder(self) -> None:
-        """Nothing more is decoded. What was decoded counts until the request is answered."""
+        """Stop decoding. Decoded bytes count until the request is answered."""
         self._encoded = None
         self._read = None
         self.undecoded = False
 
     def _parse_encoded(self, encoded: EncodedBody, body: bytes) -> Parsed | Refusal:
-        """Read a body that has a content encoding; if that is impossible, place it unread."""
+        """Read a body that has a content encoding, or place the request unread if that is
+        impossible.
+        """
         decoded = encoded.finish()
         self._count(encoded)
         self._drop_decoder()
@@ -794,9 +823,9 @@ class Session:
         return parsed
 
     def _route_headers(self, now: Seconds, *, ends: bool = True) -> list[Answer]:
-        """Schedule at the headers: there is no body, or none that the picker will see in time.
+        """Schedule at the headers, because there is no body or it would arrive too late.
 
-        `ends`: nothing more of the request will come.
+        `ends` is True if nothing more of the request will arrive.
         """
 
         def answers(destination: Destination) -> list[Answer]:
@@ -808,7 +837,7 @@ class Session:
     def _route_full_duplex(self, now: Seconds, *, trailers: bool) -> list[Answer]:
         if self.undecoded:
             return self._wait_until_decoded(partial(self._route_full_duplex, trailers=trailers))
-        # If there is only one piece, and it is bytes, this makes no copy.
+        # A single piece of type bytes is not copied here.
         body = b"".join(self._body)
         self._body.clear()
         parsed = self._parse(body)
@@ -823,13 +852,13 @@ class Session:
                 answered.append(RequestTrailersAnswer())
             return answered
 
-        # The body is still the object that came, unless the model was rewritten.
+        # The body is still the received object, unless the model was rewritten.
         changed = None if parsed.body is body else parsed.body
         text = parsed.decoded or parsed.body
         return self._place(_Pending(parsed.request, changed, answers, text), now)
 
     def _is_to_pass(self) -> bool:
-        """The body is too long to be read now, and nothing in it needs to be changed."""
+        """Return whether the body is too long to be read now and needs no change."""
         settings = self._settings
         return (
             settings.pass_from_bytes is not None
@@ -839,7 +868,9 @@ class Session:
         )
 
     def _route_unread(self, now: Seconds, *, ends: bool) -> list[Answer]:
-        """Schedule without the prompt, pass back what there is of the body, and the rest as it comes."""
+        """Schedule without the prompt, and pass the body back: the stored part now, the rest as it
+        arrives.
+        """
         body = b"".join(self._body)
         self._body.clear()
         if self._encoded is not None:
@@ -857,7 +888,7 @@ class Session:
         return self._place(_Pending(self._opaque(), None, answers), now)
 
     def _place(self, pending: _Pending, now: Seconds) -> list[Answer]:
-        """Place a request that was understood, unless it has to wait."""
+        """Place a parsed request, unless it has to wait."""
         if self._resolver is not None:
             assert self.resume is not None, "what drives a session that may wait can resume it"
             self._wait = self._resolver.begin(pending.request, pending.body, self.resume)
@@ -874,7 +905,7 @@ class Session:
         return pending.answers(destination)
 
     def _hold_back(self, event: RequestBody | RequestTrailers, now: Seconds) -> list[Answer]:
-        """The request waits: what comes of it is answered after it."""
+        """Store a message of a waiting request, to answer it afterwards."""
         if event.subset is not None:
             self._hint(event.subset)
         more_bytes = PIECE_BYTES + (len(event.body) if isinstance(event, RequestBody) else 0)
@@ -944,7 +975,7 @@ class Session:
             return decision
         leg = decision.leg
         exchange.decision = decision
-        # What the decision keeps has let its prompt go.
+        # The stored lease refers to the request without its prompt.
         exchange.request = leg.lease.request
         exchange.endpoint = leg.endpoint
         if self._settings.explain_headers:
@@ -1006,7 +1037,7 @@ class Session:
         self._let_go()
         self.finished = True
         self._exchange.path = self._headers.get(":path", "").partition("?")[0]
-        # Without headers nothing was asked yet that could have a name.
+        # Without headers there is no request that could have an id.
         self._exchange.request_id = self._request_id() if self._headers else ""
         self._observer.refused(self._exchange, refusal)
         return [refusing(refusal, self._exchange.request_id)]
@@ -1057,7 +1088,7 @@ _HANDLERS: Final[Mapping[tuple[Phase, type[Event]], _Handler]] = {
         (phase, RequestTrailers): Session._pass_trailers
         for phase in (Phase.ROUTED, Phase.RESPONDING)
     },
-    # A gateway may show only responses, and a local reply may cut the request phase short.
+    # A gateway may send only responses, and a local reply may end the request phase early.
     **{(phase, ResponseHeaders): Session._respond for phase in _REQUEST_PHASES},
     (Phase.RESPONDING, ResponseBody): Session._response_body,
     (Phase.RESPONDING, ResponseTrailers): Session._response_trailers,
@@ -1067,7 +1098,7 @@ _HANDLERS: Final[Mapping[tuple[Phase, type[Event]], _Handler]] = {
 def chunks(body: bytes | memoryview, *, ends: bool) -> Sequence[tuple[bytes | memoryview, bool]]:
     """Cut `body` into pieces that every gateway accepts, without copying; `ends` marks the last.
 
-    An empty body is one empty piece if it ends the stream, and nothing otherwise.
+    An empty body is one empty piece if it ends the stream, and no piece otherwise.
     """
     if len(body) <= BODY_CHUNK_BYTES_MAX:
         return ((body, ends),) if body or ends else ()
@@ -1094,7 +1125,7 @@ def _status(headers: Mapping[str, str]) -> int | None:
 _BODIES_HELD: Final = Refusal(
     reason=RefusalReason.BODIES_HELD,
     status=503,
-    message="the picker holds as many unfinished request bodies as it may",
+    message="the picker has reached its limit for unfinished request bodies",
 )
 
 

@@ -6,13 +6,14 @@ import msgspec
 from msgspec import Struct
 
 RESPONSE_BYTES_MAX: Final = 8 * 1024 * 1024
-"""A longer answer that is not a stream is not kept for its usage."""
+"""Maximum size of an answer without streaming that is stored to read its usage."""
 EVENT_BYTES_MAX: Final = 256 * 1024
-"""A longer line of a stream is skipped: usage comes in a short one."""
+"""Maximum length of a line in a stream; longer lines are skipped, because usage is in a short one.
+"""
 
 
 class Usage(Struct, frozen=True):
-    """Tokens of one request as the engine counted them; None: not told."""
+    """The engine's token counts of one request; None if a count was not reported."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -47,10 +48,10 @@ _decode: Final = msgspec.json.Decoder(_Document).decode
 
 
 class UsageReader:
-    """Feed it the body of one response; `usage` is the last that was seen.
+    """A reader of one response's usage; `usage` is the latest that was found.
 
     OpenAI sends it at the end of the answer or in the last event of a stream, the Responses API
-    inside `response`, Anthropic in `message_start` and `message_delta`.
+    inside `response`, and Anthropic in `message_start` and `message_delta`.
     """
 
     def __init__(self, *, event_stream: bool) -> None:
@@ -60,7 +61,7 @@ class UsageReader:
         self._too_long = False
 
     def feed(self, chunk: bytes, *, end: bool) -> None:
-        """Take the next piece of the body; never raises for what the body holds."""
+        """Process the next piece of the body; no content raises an error."""
         if self._event_stream:
             self._feed_events(chunk)
             if end:
@@ -81,7 +82,7 @@ class UsageReader:
         lines = (bytes(self._kept) + head).split(b"\n")
         self._kept.clear()
         if self._too_long:
-            # What was dropped made the first line unreadable.
+            # The first line is unreadable, because its beginning was dropped.
             self._too_long = False
             del lines[0]
         for line in lines:
@@ -100,7 +101,7 @@ class UsageReader:
         try:
             found = _decode(document)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            # Not ours to judge: the answer goes to the client as it is, only unmeasured.
+            # The answer goes to the client unchanged, and only its usage stays unknown.
             return
         nested = found.response or found.message
         usage = found.usage or (nested.usage if nested else None)

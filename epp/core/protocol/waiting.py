@@ -1,8 +1,8 @@
-"""What a request may have to wait for before it is placed.
+"""The interface for requests that have to wait before they are placed.
 
-One way in: `Resolver.begin` says that the request waits. One way out: `resume` is called, once, with
-the request as it is to be placed, or with why it is not. Who does not wait pays one question, and
-where there is no resolver not even that.
+A wait begins with `Resolver.begin`. It ends with one call of `resume`, with the request to be
+placed or the reason of its refusal. A request that does not wait costs one call, and none without a
+resolver.
 """
 
 from collections.abc import Callable
@@ -12,24 +12,25 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Refusal
 
 Resolution: TypeAlias = InferenceRequest | Refusal
-"""The request as it is to be placed, with what was found out; or why it is refused."""
+"""The request to be placed, with the results of the wait, or the reason why it is refused."""
 Resume: TypeAlias = Callable[[Resolution], None]
 
 
 class Wait(Protocol):
-    """One request that waits."""
+    """The wait of one request."""
 
     def cancel(self) -> None:
-        """Nobody waits any more: `resume` is not to be called."""
+        """End the wait; `resume` must not be called afterwards."""
         ...
 
 
 class Resolver(Protocol):
-    """Finds something out, or waits for room, before a request is placed."""
+    """A step before placing that determines something about a request or waits for room."""
 
     def begin(self, request: InferenceRequest, body: bytes, resume: Resume) -> Wait | None:
-        """None: the request can be placed now. Else `resume` is called later, never from in here.
+        """Begin a wait, or return None if the request can be placed now.
 
-        `body` is what the endpoint will get, after any rewrite; b"" where the picker has not seen it.
+        `resume` is called later, never inside this call. `body` is what the endpoint will receive,
+        after any rewrite; b"" if the picker has not read it.
         """
         ...

@@ -1,7 +1,7 @@
-"""Requests wait in line before they are placed, first come first served, while plugins hold them.
+"""A first-come-first-served line of requests that plug-ins hold before they are placed.
 
-Nothing is remembered of a request but its place. Who has one keeps it until it is let go, whatever
-comes after it: a request that nothing holds waits too while anybody waits.
+The line stores only the position of a request. A request keeps its position until it is released.
+While any request waits, a new one waits too, even if no plug-in holds it.
 """
 
 from collections import OrderedDict
@@ -12,13 +12,14 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.waiting import Resume
 
 REQUESTS_MAX: Final = 16_384
-"""In line; of more each is placed as it comes, as if there were no line."""
+"""Maximum number of waiting requests; further ones are placed at once, as if there were no line."""
 
 
 class WaitingLine:
-    """A `Resolver`. Call `admit` after whatever may have made `holds` false.
+    """A `Resolver` that queues requests. `admit` must be called after events that may make `holds`
+    false.
 
-    `holds` says of a request whether it is to wait now.
+    `holds` returns whether a request must wait now.
     """
 
     def __init__(
@@ -28,7 +29,7 @@ class WaitingLine:
         self._requests_max = requests_max
         self._places: OrderedDict[int, _Place] = OrderedDict()
         self._taken = 0
-        """Places, ever."""
+        """Number of places that were ever given."""
         self._admitting = False
 
     def __len__(self) -> int:
@@ -38,7 +39,9 @@ class WaitingLine:
         return f"<WaitingLine [{len(self)} of {self._requests_max} requests wait]>"
 
     def begin(self, request: InferenceRequest, body: bytes, resume: Resume) -> "_Place | None":
-        """None: nobody waits and nothing holds `request`, or the line is full."""
+        """Return a place, or None if nothing waits and nothing holds `request`, or the line is
+        full.
+        """
         if len(self) >= self._requests_max or not (self._places or self._holds(request)):
             return None
         self._taken += 1
@@ -46,8 +49,8 @@ class WaitingLine:
         return place
 
     def admit(self) -> None:
-        """Let go, oldest first, whom nothing holds, until one is held."""
-        # What is placed may end something, and who hears of that asks again.
+        """Release requests that nothing holds, oldest first, until one is held."""
+        # Placing a request may end another one, whose observers call this method again.
         if self._admitting or not self._places:
             return
         self._admitting = True
@@ -61,13 +64,13 @@ class WaitingLine:
             self._admitting = False
 
     def let_all_go(self) -> None:
-        """Nobody is to wait any more: who is in line now goes, oldest first."""
+        """Release all waiting requests, oldest first."""
         for place in tuple(self._places.values()):
             place.go()
 
 
 class _Place:
-    """In line. A `Wait`."""
+    """A `Wait` in the line."""
 
     __slots__ = ("_number", "_places", "_resume", "request")
 
@@ -87,6 +90,6 @@ class _Place:
         self._places.pop(self._number, None)
 
     def go(self) -> None:
-        """Once: of a place that was left nothing is resumed."""
+        """Resume the request once; do nothing if its wait was cancelled."""
         if self._places.pop(self._number, None) is not None:
             self._resume(self.request)

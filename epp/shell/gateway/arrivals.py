@@ -1,8 +1,8 @@
-"""When streams came that were read late.
+"""Estimates of when streams arrived that the event loop read late.
 
-A stream's clock begins when its first bytes could have been read. Where the loop looks in time that
-is when they are read. Where it does not, everything that came meanwhile is read at once, and all
-that is known is when the loop looked last, and of the newest bytes what the kernel noted.
+The clock of a stream begins when its first bytes could have been read. If the loop reads in time,
+that is the time of reading. If it is late, it reads everything that arrived meanwhile at once. Then
+only two times are known: the loop's previous look, and the kernel's time of the newest bytes.
 """
 
 import socket
@@ -13,24 +13,24 @@ from typing import Final, Protocol
 from epp.core.types import Seconds
 
 _LAST_DATA_AT: Final = 52
-"""Where `struct tcp_info` has `tcpi_last_data_recv`, in milliseconds; `linux/tcp.h`."""
+"""Offset of `tcpi_last_data_recv`, in milliseconds, in `struct tcp_info` of `linux/tcp.h`."""
 _INFO_BYTES: Final = 104
 
 
 class Lag(Protocol):
-    """What is known of how late the loop looks."""
+    """A source of estimates of how late the event loop reads."""
 
     def overdue_s(self, now: Seconds) -> Seconds:
-        """For how long what the loop reads at `now` may have waited; 0.0: it looked in time."""
+        """Return how long data read at `now` may have waited, or 0.0 if the loop was in time."""
         ...
 
     def backlog_s(self, now: Seconds) -> Seconds:
-        """For how long, on average, what another thread keeps for the loop until `now` has waited."""
+        """Return the mean wait until `now` of data that another thread holds for the loop."""
         ...
 
 
 class NoLag:
-    """Of a loop that nobody watches."""
+    """The lag of a loop that is not measured."""
 
     def overdue_s(self, _: Seconds) -> Seconds:
         return 0.0
@@ -40,8 +40,10 @@ class NoLag:
 
 
 def newest_data_age_s(connection: socket.socket | None) -> Seconds | None:
-    """How long ago the kernel took in the newest bytes of a TCP connection, to its clock's tick of
-    1 to 10 ms; None: it does not tell.
+    """Return the age of the newest bytes of a TCP connection, or None if the kernel does not report
+    it.
+
+    The resolution is the tick of the kernel's clock, 1 to 10 ms.
     """
     if connection is None or sys.platform != "linux":
         return None
@@ -49,7 +51,7 @@ def newest_data_age_s(connection: socket.socket | None) -> Seconds | None:
         told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
         (age_ms,) = struct.unpack_from("=I", told, _LAST_DATA_AT)
     except (OSError, struct.error):
-        # Closed meanwhile, or no TCP.
+        # The connection is closed, or is not TCP.
         return None
     return float(age_ms) / 1e3
 
@@ -57,10 +59,11 @@ def newest_data_age_s(connection: socket.socket | None) -> Seconds | None:
 def arrivals(
     streams: int, now: Seconds, overdue_s: Seconds, newest_age_s: Seconds | None
 ) -> list[Seconds]:
-    """When each of so many `streams` came that are read together at `now`, in order.
+    """Return the estimated arrival times, in order, of `streams` that are read together at `now`.
 
-    They are taken to have come evenly, after the loop looked last, `overdue_s` ago: the last of them
-    when the newest bytes came or, where that is not known, as long before `now` as any two are apart.
+    They are assumed to arrive evenly after the loop's last look, `overdue_s` ago. The last one
+    arrives with the newest bytes. If their age is unknown, the last one arrives one interval before
+    `now`.
     """
     since_s = now - overdue_s
     if newest_age_s is None:

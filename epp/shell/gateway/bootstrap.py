@@ -1,9 +1,9 @@
-"""The Envoy bootstrap for standalone use: what `epp envoy-config` prints.
+"""The Envoy bootstrap for standalone use, which `epp envoy-config` prints.
 
 A laptop, a virtual machine or a pod without a gateway controller needs one Envoy in front of the
-endpoints, wired to the picker over ext_proc. Each value that differs from Envoy's default has its
-reason beside it. The messages are built with `envoy-data-plane`, so that a field Envoy does not
-know is a type error here and not a refusal there.
+endpoints, connected to the picker over ext_proc. Each value that differs from Envoy's default has
+its reason beside it. The messages are built with `envoy-data-plane`, so that an unknown field is a
+type error here instead of a rejection by Envoy.
 """
 
 from datetime import timedelta
@@ -129,79 +129,96 @@ CLIENT_HEADERS_REMOVED: Final = (
     "x-data-parallel-host-port",
     "x-kv-cache-source-host-port",
 )
-"""What only gateway and picker may set. Addresses: with the picker down and failing open,
-ORIGINAL_DST would send a client's request wherever the client says. The served model: a picker with
-`--trust-model-rewrite-header` obeys it."""
+"""Headers that only gateway and picker may set, and that are removed from clients' requests. With
+the picker down and failing open, ORIGINAL_DST would send a request to any address that the client
+names. A picker with `--trust-model-rewrite-header` would obey a client's model rewrite.
+"""
 
 _RESPONSE_MAX: Final = timedelta(days=1)
-"""A long generation is not a stuck one; Envoy's own limit of 15 s ends it."""
+"""Maximum duration of a response. Envoy's default of 15 s would end long generations."""
 _STREAM_IDLE_MAX: Final = timedelta(hours=1)
-"""Without a byte either way. A whole answer that is not streamed may take this long; Envoy's own
-limit of 5 minutes ends it."""
+"""Maximum time without a byte in either direction. An answer that is not streamed may take this
+long; Envoy's default of 5 minutes would end it.
+"""
 _REQUEST_HEADERS_MAX: Final = timedelta(seconds=10)
 _REQUEST_MAX: Final = timedelta(minutes=5)
-"""A client that sends its body slower than this holds it in the picker; Envoy's own limit is none,
-its advice for an edge proxy is this."""
+"""Maximum time for a client to send its request, because a slow body occupies memory of the picker.
+Envoy has no limit by default and recommends this one for edge proxies.
+"""
 
 _RUNTIME: Final = {
-    # A connection that has reset most of its first 500 streams within a second each is closed.
+    # Close a connection that has reset most of its first 500 streams within a second each.
     "overload.premature_reset_total_stream_count": 500,
     "overload.premature_reset_min_stream_lifetime_seconds": 1,
-    # Streams that are opened and reset in one packet do not all reach the picker first.
+    # Limit requests per I/O cycle, so that streams opened and reset in one packet do not all reach
+    # the picker.
     "http.max_requests_per_io_cycle": 1,
 }
-"""Rapid reset. The first two are Envoy's own values, which hold unless a layer says otherwise."""
+"""Protection against rapid reset (CVE-2023-44487). The first two values are Envoy's defaults,
+stated explicitly.
+"""
 
 _ENDPOINT_CONNECT_TIMEOUT: Final = timedelta(seconds=5)
 _PICKER_CONNECT_TIMEOUT: Final = timedelta(seconds=1)
 
 _ENDPOINT_IDLE_MAX: Final = timedelta(seconds=4)
-"""Below the 5 s after which uvicorn, hence vLLM, closes an idle connection: a request that is sent
-into the close would fail with 503."""
+"""Maximum idle time of connections to endpoints. It is below the 5 s after which uvicorn, and so
+vLLM, closes an idle connection; a request sent at that time would fail with 503.
+"""
 
 _HEALTH_INTERVAL: Final = timedelta(milliseconds=500)
 _HEALTH_TIMEOUT: Final = timedelta(seconds=1)
 _HEALTH_FAILURES_MAX: Final = 2
-"""With the interval: a draining picker is left alone within its default --drain-grace of 5 s, and
-one that does not answer within 3 s; a pause shorter than the timeout counts for nothing."""
+"""Failed checks until a picker counts as unhealthy. With the interval, Envoy stops using a draining
+picker within its default --drain-grace of 5 s, and a silent one within 3 s. A pause shorter than
+the timeout has no effect.
+"""
 
 _PICKER_RETRIES_MAX: Final = 2
-"""Each at a picker that was not tried before. A request that kills pickers meets three at most."""
+"""Maximum number of retries, each at a picker that was not tried before. A request that crashes
+pickers therefore reaches three at most.
+"""
 _PICKER_RETRY_ON: Final = "connect-failure,refused-stream,reset,unavailable"
-"""What ends a stream before the picker's first answer; after it Envoy retries nothing."""
+"""Conditions that end a stream before the picker's first answer; Envoy does not retry after it."""
 _PICKER_RETRY_BACK_OFF: Final = timedelta(milliseconds=10)
 _PICKER_RETRY_BACK_OFF_MAX: Final = timedelta(milliseconds=100)
 _HOST_DRAWS_MAX: Final = 32
-"""To find a picker that was not tried before: of two, the dead one has the fewest open streams and
-wins three draws of four."""
+"""Maximum number of draws for a picker that was not tried before. Of two pickers, a dead one has
+the fewest open streams and wins three draws of four.
+"""
 
 _PICKER_PING_INTERVAL: Final = timedelta(seconds=1)
 _PICKER_PING_TIMEOUT: Final = timedelta(seconds=3)
-"""A picker that stands still keeps its connections, and whoever waits for its first answer waits
-until they are closed. Closing them costs every request that has passed and is not over: the longest
-pause of a loop that was seen, below a second, must not do that."""
+"""Time after which connections to a frozen picker are closed. Until then, requests that wait for
+its first answer hang. Closing fails every request that has been placed and is still running. The
+longest observed pause of a healthy loop, below a second, must therefore not trigger it.
+"""
 
 _EJECTED_FOR: Final = timedelta(seconds=2)
 _EJECTION_INTERVAL: Final = timedelta(milliseconds=500)
 _EJECTED_PERCENT_MAX: Final = 100
 _PANIC_BELOW_PERCENT: Final = 1.0
-"""Envoy's own 50 sends two requests of three to the dead where two of three pickers are; at 0 a
-request would be refused unseen where none is known to be healthy."""
+"""Share of healthy pickers below which Envoy uses all of them. Envoy's default of 50 sends two of
+three requests to dead pickers if two of three are dead. With 0, requests are refused if no picker
+is known to be healthy.
+"""
 
 _CONCURRENT_MAX: Final = 40_000
-"""Envoy's default of 1,024 is reached by 1,024 open generations, each of which also holds one
-stream to the picker; that of three retries at once by the fourth request that a dead picker had."""
+"""Maximum number of concurrent connections, requests and retries. Envoy's default of 1,024 is
+reached by 1,024 open generations, each of which also has a stream to the picker. Its default of
+three concurrent retries is exceeded by the fourth request of a dead picker.
+"""
 
 _PER_CONNECTION_BUFFER_BYTES: Final = 32_768
-"""What a slow peer can make Envoy hold; the reference configuration's value."""
+"""Bytes that Envoy buffers for a slow peer; the value of the reference configuration."""
 
 _HTTP2_STREAM_WINDOW_BYTES: Final = 65_536
 _HTTP2_CONNECTION_WINDOW_BYTES: Final = 1_048_576
 _HTTP2_STREAMS_PER_CONNECTION_MAX: Final = 100
-"""Envoy's advice for an edge proxy."""
+"""Envoy's recommendations for edge proxies."""
 
 ALIVE_PATH: Final = "/alive"
-"""200 while Envoy serves at all; `/ready` says no while the picker drains it."""
+"""Path that answers 200 while Envoy serves; `/ready` fails already while the picker drains it."""
 _PICKER_SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 _PICKER: Final = "ext_proc"
 _ENDPOINTS: Final = "endpoints"
@@ -209,40 +226,53 @@ _ADMIN: Final = "admin"
 
 
 class BootstrapOptions(Struct, frozen=True, kw_only=True):
-    """What a user may choose. Raises `ValueError`, in one sentence, for an impossible value."""
+    """Options of the bootstrap. Raises `ValueError`, in one sentence, for an impossible value."""
 
-    listen_host: str = "0.0.0.0"  # noqa: S104 - it is a gateway
+    listen_host: str = "0.0.0.0"  # noqa: S104  a gateway listens everywhere
     listen_port: int = 8081
     admin_port: int = 19000
-    """On loopback only: the admin interface can stop Envoy."""
+    """Port of the admin interface, on loopback only, because it can stop Envoy."""
     readiness_port: int | None = 19001
-    """Serves nothing but /ready, /alive and /stats/prometheus, on `listen_host`; None: not at all."""
+    """Port for /ready, /alive and /stats/prometheus on `listen_host`, or None for no such port."""
     picker_address: str = "127.0.0.1:9002"
-    """"host:port", IPv6 in brackets; a name is resolved by DNS again and again. Several, with commas
-    between them, are replicas: each request goes to one of them."""
+    """Picker as "host:port", IPv6 in brackets. A name is resolved by DNS repeatedly. Several,
+    separated by commas, are replicas that share the requests.
+    """
     second_picker_address: str = ""
-    """As `picker_address`: of pickers that are asked while none of those is healthy; empty: none. A
-    name may resolve to many."""
+    """Pickers that are used while none of `picker_address` is healthy, in the same form; empty for
+    none. A name may resolve to many.
+    """
     plaintext: bool = False
-    """Speak h2c to the picker. Otherwise TLS."""
+    """Use h2c to the picker instead of TLS."""
     picker_ca_file: str = ""
-    """PEM of who may have signed the picker's certificate; empty: whoever did."""
+    """PEM file of the authorities that may sign the picker's certificate; empty to accept any
+    certificate.
+    """
     picker_server_name: str = ""
-    """DNS name that the certificate must have; empty: any."""
+    """DNS name that the certificate must have; empty to accept any."""
     client_cert_path: str = ""
-    """Directory with `tls.crt` and `tls.key` to show to the picker; empty: nothing is shown."""
+    """Directory with `tls.crt` and `tls.key` to present to the picker; empty to present no
+    certificate.
+    """
     request_body_mode: BodyMode = BodyMode.FULL_DUPLEX_STREAMED
     response_body_mode: BodyMode = BodyMode.NONE
-    """NONE: no message a chunk; the picker still learns when the response ends."""
+    """Body mode of responses. NONE avoids a message for each chunk; the picker still learns when
+    the response ends.
+    """
     fail_open: bool = False
-    """Let requests pass unpicked when the picker is down. Without another source of destinations
-    they find no endpoint: 503 instead of 500."""
+    """Let requests pass without a pick if the picker is down. Without another source of
+    destinations they find no endpoint, and fail with 503 instead of 500.
+    """
     message_timeout_s: float = 10.0
-    """How long the picker may take for one answer; not enforced in full duplex (Envoy 1.40)."""
+    """Maximum time of the picker for one answer; not enforced in full duplex (Envoy 1.40)."""
     request_body_max_bytes: int = 33_554_432
-    """Buffered a connection where the body mode is BUFFERED; as --request-body-max-bytes."""
+    """Bytes buffered for each connection with the body mode BUFFERED; equal to
+    --request-body-max-bytes.
+    """
     round_robin: tuple[str, ...] = ()
-    """Addresses "ip:port" to serve in turn without any picker: what to compare Homing with."""
+    """Addresses "ip:port" that are served round robin without a picker, as a baseline for
+    comparisons.
+    """
 
     def __post_init__(self) -> None:
         ports = (self.listen_port, self.admin_port, self.readiness_port)
@@ -272,12 +302,12 @@ class BootstrapOptions(Struct, frozen=True, kw_only=True):
 
     @property
     def picker_addresses(self) -> tuple[str, ...]:
-        """Of each replica."""
+        """Addresses of the replicas."""
         return _listed(self.picker_address)
 
     @property
     def second_picker_addresses(self) -> tuple[str, ...]:
-        """Of those that are the second choice."""
+        """Addresses of the pickers that are the second choice."""
         return _listed(self.second_picker_address) if self.second_picker_address else ()
 
 
@@ -286,14 +316,14 @@ def _listed(addresses: str) -> tuple[str, ...]:
 
 
 def render(options: BootstrapOptions) -> str:
-    """The bootstrap as YAML, ready for `envoy --config-path`."""
+    """Return the bootstrap as YAML for `envoy --config-path`."""
     return yaml.safe_dump(
         bootstrap(options).to_dict(casing=Casing.SNAKE), sort_keys=False, width=100
     )
 
 
 def bootstrap(options: BootstrapOptions) -> Bootstrap:
-    """The bootstrap as a message."""
+    """Return the bootstrap as a message."""
     listeners = [_listener(options)]
     if options.round_robin:
         clusters = [_round_robin_cluster(options.round_robin)]
@@ -314,20 +344,21 @@ def bootstrap(options: BootstrapOptions) -> Bootstrap:
 
 def _listener(options: BootstrapOptions) -> Listener:
     buffered = options.request_body_mode is BodyMode.BUFFERED and not options.round_robin
-    # What follows an upgrade has no end that could be waited for: the picker chooses by the headers.
+    # Data after an upgrade has no end to wait for, so the picker chooses by the headers.
     upgraded = msgspec.structs.replace(
         options, request_body_mode=BodyMode.NONE, response_body_mode=BodyMode.NONE
     )
     connections = HttpConnectionManager(
         stat_prefix="inference",
-        # The client's address and the path are facts from here on, not claims.
+        # The client's address and the path are verified by Envoy from here on.
         use_remote_address=True,
         normalize_path=True,
         merge_slashes=True,
         path_with_escaped_slashes_action=(
             HttpConnectionManagerPathWithEscapedSlashesAction.UNESCAPE_AND_REDIRECT
         ),
-        # A client finds its request again in the logs of Envoy, picker and engine.
+        # The request id is kept, so that a client finds its request in the logs of Envoy, picker
+        # and engine.
         preserve_external_request_id=True,
         server_header_transformation=HttpConnectionManagerServerHeaderTransformation.PASS_THROUGH,
         stream_idle_timeout=_STREAM_IDLE_MAX,
@@ -404,12 +435,12 @@ def _picker_filter(options: BootstrapOptions) -> ExternalProcessor:
         processing_mode=ProcessingMode(
             request_header_mode=send,
             request_body_mode=ProcessingModeBodySendMode[options.request_body_mode],
-            # Envoy refuses full duplex without them.
+            # Envoy rejects full duplex without trailers.
             request_trailer_mode=send if full_duplex else skip,
             response_header_mode=send,
             response_body_mode=ProcessingModeBodySendMode[options.response_body_mode],
-            # Keeps the stream open to the end of the response, without a message a chunk: that
-            # is how the picker learns that the request is over.
+            # Trailers keep the stream open to the end of the response without a message for each
+            # chunk. The picker thereby learns when the request has ended.
             response_trailer_mode=send,
         ),
         metadata_options=MetadataOptions(
@@ -422,7 +453,9 @@ def _picker_filter(options: BootstrapOptions) -> ExternalProcessor:
 
 
 def _destination_cluster() -> Cluster:
-    """Goes where the picker says, and only there: a retry would reach the same address."""
+    """Return the cluster that routes to the picker's destination. A retry would reach the same
+    address.
+    """
     return Cluster(
         name=_ENDPOINTS,
         type=ClusterDiscoveryType.ORIGINAL_DST,
@@ -448,7 +481,7 @@ def _round_robin_cluster(addresses: tuple[str, ...]) -> Cluster:
 def _picker_cluster(options: BootstrapOptions) -> Cluster:
     cluster = _static_cluster(_PICKER, options.picker_addresses, options.second_picker_addresses)
     if options.second_picker_address:
-        # A name that is not resolved yet must not keep the first choice from being asked.
+        # A name that is not resolved yet must not delay the use of the first choice.
         cluster.wait_for_warm_on_init = False
     cluster.connect_timeout = _PICKER_CONNECT_TIMEOUT
     cluster.lb_policy = ClusterLbPolicy.LEAST_REQUEST
@@ -471,7 +504,7 @@ def _picker_cluster(options: BootstrapOptions) -> Cluster:
     check = HealthCheck(
         timeout=_HEALTH_TIMEOUT,
         interval=_HEALTH_INTERVAL,
-        # Without it a picker that has served nothing yet is asked once a minute only.
+        # Without this value, a picker without traffic is checked only once a minute.
         no_traffic_interval=_HEALTH_INTERVAL,
         unhealthy_threshold=_HEALTH_FAILURES_MAX,
         healthy_threshold=1,
@@ -486,7 +519,9 @@ def _picker_cluster(options: BootstrapOptions) -> Cluster:
 
 
 def _picker_retries(second_choice: bool) -> RetryPolicy:
-    """Of a stream without an answer yet. Envoy keeps the first 64 KiB that it sent, to send again."""
+    """Return the retry policy of streams without an answer. Envoy buffers the first 64 KiB for
+    resending.
+    """
     policy = RetryPolicy(
         num_retries=_PICKER_RETRIES_MAX,
         retry_on=_PICKER_RETRY_ON,
@@ -502,7 +537,7 @@ def _picker_retries(second_choice: bool) -> RetryPolicy:
         host_selection_retry_max_attempts=_HOST_DRAWS_MAX,
     )
     if second_choice:
-        # Or whoever refused is tried again before it is known to be set aside.
+        # Otherwise a picker that refused would be tried again before it is known to be ejected.
         policy.retry_priority = RetryPolicyRetryPriority(
             name="envoy.retry_priorities.previous_priorities",
             typed_config=Any.pack(PreviousPrioritiesConfig(update_frequency=1)),
@@ -511,10 +546,11 @@ def _picker_retries(second_choice: bool) -> RetryPolicy:
 
 
 def _refusing_pickers() -> OutlierDetection:
-    """One refused connection sets a picker aside until it answers a check of its health.
+    """Return the outlier detection: a refused connection ejects a picker until a health check
+    succeeds.
 
-    So do five gRPC errors one after the other, Envoy's default; where all are set aside, all are
-    asked.
+    Five consecutive gRPC errors do the same, as is Envoy's default. If all pickers are ejected, all
+    are used.
     """
     return OutlierDetection(
         split_external_local_origin_errors=True,
@@ -567,9 +603,10 @@ def _runtime() -> LayeredRuntime:
 
 
 def _static_cluster(name: str, *choices: tuple[str, ...]) -> Cluster:
-    """Fixed addresses, or names of which DNS is asked again and again if any is not an IP.
+    """Return a cluster of fixed addresses, or of names that DNS resolves repeatedly if any is not
+    an IP.
 
-    A choice counts while no earlier one has anybody healthy; an empty one is left out.
+    A later choice is used while no earlier one has a healthy address. Empty choices are omitted.
     """
     places = [[_split(address) for address in choice] for choice in choices if choice]
     kind = ClusterDiscoveryType.STATIC
@@ -614,7 +651,7 @@ def _http2(
 ) -> Http2ProtocolOptions:
     """Return the options of one listener or cluster.
 
-    `extended_connect`: clients may open WebSockets by an extended CONNECT (RFC 8441).
+    With `extended_connect`, clients may open WebSockets by an extended CONNECT (RFC 8441).
     """
     return Http2ProtocolOptions(
         max_concurrent_streams=streams_max,
@@ -669,7 +706,7 @@ def _address(host: str, port: int) -> Address:
 
 
 def _split(address: str) -> tuple[str, int]:
-    """Host without brackets, and port."""
+    """Return the host without brackets, and the port. Raises `ValueError`."""
     host, colon, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     if not colon or not host or (":" in host and not bracketed):

@@ -1,8 +1,8 @@
-"""One gRPC stream, whatever carries it: what serves it, and how it ends.
+"""The interface between a gRPC transport and the service of one stream.
 
-A transport opens a `Call` for each stream, hands it every message, sends what it returns, and tells
-it once how the stream ended. Calls know no transport and never wait, so that two transports serve
-the same calls and pass the same tests.
+A transport opens a `Call` for each stream, passes it every message, sends the answers, and reports
+once how the stream ended. Calls do not depend on a transport and never wait. Two transports can
+therefore serve the same calls and pass the same tests.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ from epp.shell.supervision import Loop
 
 
 class Code(IntEnum):
-    """Of the status codes of gRPC those that we give or are given."""
+    """The gRPC status codes that the picker sends or receives."""
 
     OK = 0
     CANCELLED = 1
@@ -32,22 +32,22 @@ class Code(IntEnum):
 
 
 class Cut(StrEnum):
-    """Why a transport ended a connection that its gateway would have kept."""
+    """Reasons why a transport closed a connection that its gateway would have kept."""
 
     RESETS = "resets"
-    """It only opened streams and reset them."""
+    """The connection only opened streams and reset them."""
     PROTOCOL = "protocol"
-    """It broke the rules of HTTP/2."""
+    """The connection violated the HTTP/2 protocol."""
     WINDOW = "window"
-    """Much of what came on it was not acknowledged."""
+    """Much of the connection's received data was not acknowledged."""
     EVICTED = "evicted"
-    """It was the idlest, and a newer one needed its place."""
+    """The connection was the idlest, and a newer one needed its place."""
     REFUSED = "refused"
-    """There was no place for it."""
+    """There was no place for the connection."""
 
 
 class Status(Struct, frozen=True):
-    """How a stream ends."""
+    """The status that ends a stream."""
 
     code: Code
     details: str = ""
@@ -59,46 +59,50 @@ DEFECT: Final = Status(Code.INTERNAL, "the picker failed")
 
 
 class Call(Protocol):
-    """What serves one stream. None of it may raise, and none of it waits."""
+    """The service of one stream. Its methods neither raise nor wait."""
 
     ended: Status | None
-    """Set: the stream is to be ended with this, once what was returned is sent. Looked at after each
-    `receive` and `half_close`; in between a call ends by its wire."""
+    """Status with which the transport ends the stream after sending the returned answers, or None.
+    The transport reads it after each `receive` and `half_close`; at other times a call ends by its
+    wire.
+    """
 
     def receive(self, message: bytes) -> Iterable[bytes]:
-        """Take the next message; the answers to send, which may be made while they are taken."""
+        """Process the next message and return the answers to send, which may be created lazily."""
         ...
 
     def half_close(self) -> Iterable[bytes]:
-        """The other side will send no more: more answers. Most calls end here; some go on."""
+        """Handle the end of the other side's messages and return further answers. Most calls end
+        here.
+        """
         ...
 
     def sent(self) -> None:
-        """All answers so far are with the other side."""
+        """Note that all answers so far have been sent to the other side."""
         ...
 
     def closed(self, status: Status) -> None:
-        """The stream is over. Called once, whatever happened."""
+        """Handle the end of the stream. It is called exactly once, in every case."""
         ...
 
 
 class Wire(Protocol):
-    """What a call can do to its stream besides answering, at any time."""
+    """The stream of a call, for actions other than answering; they are allowed at any time."""
 
     waited_s: Seconds
-    """For how long what opened the stream was there and nobody looked, when it was opened."""
+    """Time that the opening of the stream waited before the picker read it."""
 
     def push(self, message: bytes) -> None:
-        """Send `message` after what is being sent."""
+        """Send `message` after the messages that are being sent."""
         ...
 
     def end(self, status: Status) -> None:
-        """Send what was returned so far, then end the stream."""
+        """Send the returned answers, then end the stream."""
         ...
 
 
 Opener: TypeAlias = Callable[[str, Wire], Call]
-"""(peer as gRPC spells it, the stream) -> what serves it."""
+"""Function (peer in gRPC's spelling, stream) -> the call that serves it."""
 
 
 class EndedCall:
@@ -116,48 +120,48 @@ class EndedCall:
         return ()
 
     def sent(self) -> None:
-        """Nothing was."""
+        """Do nothing, because nothing was sent."""
 
     def closed(self, status: Status) -> None:
-        """Nobody asks."""
+        """Do nothing, because the call has no state."""
 
 
 class Connected(Struct, frozen=True):
-    """How it is with the connections of gateways."""
+    """The state of the connections of gateways."""
 
     connections: int
     unacknowledged_bytes: int
-    """What has come on them and was not given back to their windows."""
+    """Bytes that were received and not returned to the flow-control windows."""
 
 
 class Transport(Protocol):
-    """What carries calls. Serves between `start` and `stop`; what it needs to run is in `loops`."""
+    """A carrier of calls, between `start` and `stop`. The tasks in `loops` must run beside it."""
 
     async def listen(self, host: str, port: int, certificate: ServerCertificate | None) -> int:
-        """Take `port` at `host`, 0: any free one, and return it. Raises `OSError`."""
+        """Listen on `port` at `host` (0 for any free port) and return the port. Raises `OSError`."""
         ...
 
     async def start(self) -> None:
-        """Take streams."""
+        """Accept streams."""
         ...
 
     def loops(self) -> dict[str, Loop]:
-        """What is to run beside it, by the name of its task."""
+        """Return the coroutines to run beside the transport, by the names of their tasks."""
         ...
 
     def connected(self) -> Connected | None:
-        """None: it is not known."""
+        """Return the state of the connections, or None if it is unknown."""
         ...
 
     @property
     def has_gateway(self) -> bool:
-        """Whether a gateway is connected, as far as can be known, or one was."""
+        """True if a gateway is connected or, if that is unknown, has been connected."""
         ...
 
     def send_away(self, away: bool) -> None:
-        """Whether gateways are asked again and again to connect elsewhere; who comes is served."""
+        """Start or stop asking gateways to connect elsewhere; those that connect are still served."""
         ...
 
     async def stop(self, wait_s: Seconds | None) -> None:
-        """Take no more streams, and cut those that are open after `wait_s`; None: at once."""
+        """Accept no more streams, and cut the open ones after `wait_s`; None to cut them at once."""
         ...

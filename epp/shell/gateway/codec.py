@@ -1,6 +1,6 @@
-"""Envoy's protobuf messages to session events, and answers to messages.
+"""Conversion of Envoy's protobuf messages to session events, and of answers to messages.
 
-Only `wire`, which reads the usual ones faster, knows them besides.
+The module `wire` also knows the messages, and reads the usual ones faster.
 """
 
 import json
@@ -59,23 +59,27 @@ ENDPOINT_NAMESPACE: Final = "envoy.lb"
 SERVED_KEY: Final = "x-gateway-destination-endpoint-served"
 
 BESIDE_BODY_BYTES_MAX: Final = 2 * 1024 * 1024
-"""Of headers, metadata and attributes in one message. Envoy's headers end at 96 KiB by default, a
-hint that names 10,000 endpoints has 600 KB; what is read of it takes more time than it has bytes."""
+"""Maximum size of headers, metadata and attributes in one message. Envoy limits headers to 96 KiB
+by default, and a subset hint with 10,000 endpoints has 600 KB. Reading takes time in proportion to
+the size.
+"""
 HEADERS_MAX: Final = 2_000
-"""Envoy passes 100 unless it is told otherwise."""
+"""Maximum number of headers; Envoy passes 100 by default."""
 SUBSET_ENTRIES_MAX: Final = 10_000
-"""A hint with more allows nobody: no pool has as many, and each entry is looked up."""
+"""Maximum number of entries of a subset hint. A longer hint allows no endpoint: no pool is as
+large, and each entry is looked up.
+"""
 SUBSET_CHARACTERS_MAX: Final = 64 * SUBSET_ENTRIES_MAX
-"""Of a hint that is one string; the longest ip:port has 47 characters."""
+"""Maximum length of a subset hint that is one string; the longest ip:port has 47 characters."""
 ROUTES_MAX: Final = 4_096
-"""Serialised header answers that are kept: more than the endpoints of most pools."""
+"""Maximum number of cached header answers, which is more than most pools have endpoints."""
 OWN_BYTES_MIN: Final = 16
-"""So many zeros in a row are nowhere else in a header answer."""
+"""Minimum length of a run of zeros that occurs nowhere else in a header answer."""
 CHUNK_LENGTHS_MAX: Final = 4_096
-"""Lengths of pieces of a body for which what is round them is kept."""
+"""Number of body chunk lengths for which the surrounding bytes are cached."""
 
 _BODY_TAGS: Final = frozenset({4 << 3 | 2, 5 << 3 | 2})
-"""Of `request_body` and `response_body` on the wire."""
+"""Protobuf tags of `request_body` and `response_body`."""
 _MODES: Final = {mode.value: mode for mode in BodyMode if mode is not BodyMode.UNKNOWN}
 _ERROR_TYPES: Final = {
     400: "invalid_request_error",
@@ -85,11 +89,11 @@ _ERROR_TYPES: Final = {
 
 
 class MalformedMessageError(Exception):
-    """Bytes that are no ProcessingRequest, or one that carries nothing."""
+    """The bytes are not a ProcessingRequest, or the message is empty."""
 
 
 def decode(message: bytes) -> Event:
-    """Read one ProcessingRequest.
+    """Return the event of one ProcessingRequest.
 
     Raises `MalformedMessageError` in one sentence.
     """
@@ -131,8 +135,8 @@ def decode(message: bytes) -> Event:
 
 
 def encode(answer: Answer) -> bytes:
-    """Write the answer as one serialised ProcessingResponse."""
-    # Pieces of bodies first: there are many to one of the others, and each case is tried in turn.
+    """Return the answer as one serialised ProcessingResponse."""
+    # Chunks of bodies come first, because they are most frequent and the cases are tried in order.
     match answer:
         case ResponseBodyChunk(body, end_of_stream):
             head, tail = _round_chunk(_RESPONSE_CHUNK, len(body), end_of_stream)
@@ -183,11 +187,11 @@ def encode(answer: Answer) -> bytes:
 
 
 def error_body(refusal: Refusal) -> bytes:
-    """The refusal as the JSON error object of the OpenAI API."""
+    """Return the refusal as the JSON error object of the OpenAI API."""
     error = {
         "message": refusal.message,
         "type": _ERROR_TYPES.get(refusal.status, "service_unavailable"),
-        # As the API spells it: without the root of the path.
+        # The API spells the path without its root.
         "param": refusal.param and refusal.param.removeprefix("$."),
         "code": refusal.reason.value,
     }
@@ -195,10 +199,10 @@ def error_body(refusal: Refusal) -> bytes:
 
 
 def _beside_body(message: bytes) -> int:
-    """How many bytes of `message` are not of the body that it begins with, if it does.
+    """Return the number of bytes of `message` outside the body at its beginning, if it has one.
 
-    Fields come in the order of their numbers from every protobuf library (the wire format has no
-    such rule), and a body has the lowest of those that come with it.
+    Every protobuf library writes fields in the order of their numbers, although the format does not
+    require it. A body has the lowest number of the fields in its message.
     """
     if message[0] not in _BODY_TAGS:
         return len(message)
@@ -213,7 +217,9 @@ def _beside_body(message: bytes) -> int:
 
 
 def _headers(message: Any) -> dict[str, str]:
-    """Lower-case names; the value is in `raw_value` or, from some gateways, in `value`."""
+    """Return the headers by lower-case name; the value is in `raw_value` or, from some gateways,
+    `value`.
+    """
     if len(message.headers) > HEADERS_MAX:
         raise MalformedMessageError(f"the message has more than {HEADERS_MAX} headers")
     return {
@@ -232,7 +238,9 @@ def modes_of(request: Any) -> BodyModes | None:
 
 
 def subset_of(request: Any) -> tuple[str, ...] | None:
-    """The subset hint: a list of strings or one comma-separated string; malformed allows nobody."""
+    """Return the subset hint, a list of strings or one comma-separated string; a malformed hint is
+    empty.
+    """
     if not request.HasField("metadata_context"):
         return None
     metadata = request.metadata_context.filter_metadata
@@ -273,7 +281,7 @@ def served_of(request: Any) -> str:
         return ""
     fields = metadata[ENDPOINT_NAMESPACE].fields
     served = _addresses(fields[SERVED_KEY]) if SERVED_KEY in fields else ()
-    # Several: the list of what was tried, the last of which served.
+    # Several addresses are those that were tried, and the last one served.
     return served[-1] if served else ""
 
 
@@ -290,8 +298,9 @@ def _set(headers: tuple[tuple[str, str], ...]) -> list[Any]:
 def _route(response: Any, common: Any, destination: Destination) -> None:
     """Write the destination into `response`, of which `common` is a part.
 
-    Once as a header and once as dynamic metadata: some gateways read only that. Filled in place,
-    because a message that is given to another one is copied.
+    The destination is written as a header and as dynamic metadata, because some gateways read only
+    the latter. The message is filled in place, because protobuf copies a message that is assigned
+    to another.
     """
     target = ",".join(destination.endpoints)
     common.clear_route_cache = True
@@ -306,7 +315,7 @@ def _route(response: Any, common: Any, destination: Destination) -> None:
 
 @lru_cache(maxsize=ROUTES_MAX)
 def _kept_headers(destination: Destination) -> bytes:
-    """The header answer is the same for all requests to one endpoint, nearly all of the time."""
+    """Return the header answer from a cache; nearly all requests to one endpoint have the same."""
     return _routed_headers(destination)
 
 
@@ -321,7 +330,9 @@ def _headers_with_own(destination: Destination, name: str, value: str) -> bytes:
 
 @lru_cache(maxsize=ROUTES_MAX)
 def _round_own(destination: Destination, name: str, length: int) -> tuple[bytes, bytes]:
-    """What precedes and follows the value of one more header: but for it answers are the same."""
+    """Return the bytes before and after the value of one additional header; only the value differs
+    between requests.
+    """
     blank = "\0" * length
     set_headers = (*destination.set_headers, (name, blank))
     whole = _routed_headers(
@@ -347,22 +358,22 @@ def _with_response_headers(set_headers: tuple[tuple[str, str], ...], without_bod
 
 @lru_cache(maxsize=CHUNK_LENGTHS_MAX)
 def _round_response_header(name: str, length: int, without_body: bool) -> tuple[bytes, bytes]:
-    """What precedes and follows the value of the one header that is set, which has `length` bytes.
+    """Return the bytes before and after the value of a single response header with `length` bytes.
 
-    Kept because each response gets the name of its request, and names are of a few lengths.
+    They are cached, because each response gets its request id, and ids have few different lengths.
     """
     value = "\0" * length
-    # No length before it, nor what follows it, has such a byte next to it.
+    # The run of zeros is unique, because no neighbouring byte is zero.
     head, _, tail = _with_response_headers(((name, value),), without_body).partition(value.encode())
     return head, tail
 
 
 @lru_cache(maxsize=CHUNK_LENGTHS_MAX)
 def _round_chunk(phase: bytes, length: int, end_of_stream: bool) -> tuple[bytes, bytes]:
-    """What precedes and follows a piece of a body that has `length` bytes; `phase` is its key.
+    """Return the bytes before and after a body chunk of `length` bytes; `phase` is its field's key.
 
-    Put together by hand because protobuf would copy a body three times on its way out, and kept
-    because tokens of an answer come in pieces of a few lengths.
+    They are built by hand, because protobuf would copy a body three times. They are cached, because
+    the chunks of answers have few different lengths.
     """
     head = b""
     tail = _CHUNK_ENDS if end_of_stream else b""
@@ -374,9 +385,9 @@ def _round_chunk(phase: bytes, length: int, end_of_stream: bool) -> tuple[bytes,
 
 
 def _varint(number: int) -> bytes:
-    """Protobuf's integers below 2^21: seven bits a byte, the lowest first.
+    """Return a protobuf integer below 2^21: seven bits a byte, lowest first.
 
-    Without a loop: there are five to a piece of a body.
+    The code has no loop, because it runs five times for each body chunk.
     """
     if number < 1 << 7:
         return bytes((number,))
@@ -387,7 +398,7 @@ def _varint(number: int) -> bytes:
 
 
 def _key(message: Any, field: str, wire_type: int) -> bytes:
-    """What precedes the value of `field` on the wire."""
+    """Return the key that precedes the value of `field` on the wire."""
     number: int = message.DESCRIPTOR.fields_by_name[field].number
     return _varint(number << 3 | wire_type)
 
@@ -415,7 +426,9 @@ _RESPONSE_HEADERS: Final = _bytes(response_headers=HeadersResponse())
 _WITHOUT_BODY: Final = ProcessingMode(
     response_body_mode=BodyMode.NONE.value, response_trailer_mode=SEND
 )
-"""With trailers the stream stays open until the response ends, without it is over at the headers."""
+"""Mode override with trailers, so that the stream stays open until the response ends instead of
+ending at the headers.
+"""
 _RESPONSE_HEADERS_ALONE: Final = _bytes(
     response_headers=HeadersResponse(), mode_override=_WITHOUT_BODY
 )

@@ -1,9 +1,9 @@
-"""Cuts connections that only open streams and reset them.
+"""Protection against connections that only open streams and reset them.
 
-A stream that is reset before it was answered costs the picker nearly as much as one that is served,
-and gRPC for Python can refuse neither a stream nor a connection before that cost is paid. So each
-connection has an allowance of such streams, which every answered one refills: a gateway whose
-clients leave early never uses it up, and one that does nothing else loses its connection.
+A stream that is reset before its answer costs the picker nearly as much as a served one. gRPC for
+Python can reject neither a stream nor a connection before that cost. Each connection therefore has
+an allowance of such streams, which every answered stream refills. A gateway whose clients leave
+early never exhausts it; a connection with nothing but resets is closed.
 """
 
 import os
@@ -16,24 +16,28 @@ from typing import Final
 from urllib.parse import unquote
 
 ALLOWANCE_MAX: Final = 500
-"""Streams in a row that a connection may reset before the first of them was answered."""
+"""Maximum number of consecutive streams that a connection may reset before their first answer."""
 CONNECTIONS_MAX: Final = 10_000
 
 _FILES: Final = Path("/proc/self/fd")
 
 
 class Connections:
-    """What is left of the allowance of each connection, by its gRPC peer; few are remembered."""
+    """The remaining allowance of each connection, by its gRPC peer; the number of entries is
+    bounded.
+    """
 
     def __init__(self) -> None:
         self._left: OrderedDict[str, int] = OrderedDict()
 
     def answered(self, peer: str) -> None:
-        """A stream of `peer` got an answer."""
+        """Note that a stream of `peer` got an answer."""
         self._left.pop(peer, None)
 
     def abandoned(self, peer: str) -> bool:
-        """A stream of `peer` was reset unanswered; true: it was one too many, once."""
+        """Note that a stream of `peer` was reset unanswered. Return True once when its allowance is
+        exhausted.
+        """
         left = self._left.get(peer, ALLOWANCE_MAX) - 1
         if left < 0:
             del self._left[peer]
@@ -46,18 +50,18 @@ class Connections:
 
 
 def cut(peer: str) -> bool:
-    """Shut down the TCP connection of this process to `peer`; false: there is none (any more).
+    """Shut down this process's TCP connection to `peer`. Return False if there is none any more.
 
-    gRPC keeps its sockets to itself, so it is looked for among the open files. What is shut down is
-    the connection: gRPC sees the peer leave and cleans up. Outside Linux nothing is found.
+    gRPC does not expose its sockets, so the function searches the open files. It shuts down the
+    connection; gRPC then sees the peer leave and cleans up. It finds nothing outside Linux.
     """
     wanted = _address(peer)
     if wanted is None or not _FILES.is_dir():
         return False
     for file in _FILES.iterdir():
-        # A file may be closed, and its number taken by another, while we look: the copy is ours.
+        # Another thread may close the file and reuse its number meanwhile, so a duplicate is used.
         with suppress(OSError):
-            if not os.readlink(file).startswith("socket:"):  # noqa: PTH115  it is no path
+            if not os.readlink(file).startswith("socket:"):  # noqa: PTH115  not a path
                 continue
             with socket.socket(fileno=os.dup(int(file.name))) as found:
                 if found.family in _FAMILIES and _host_port(found.getpeername()) == wanted:
@@ -70,7 +74,7 @@ _FAMILIES: Final = frozenset({socket.AF_INET, socket.AF_INET6})
 
 
 def _address(peer: str) -> tuple[str, int] | None:
-    """Of "ipv4:127.0.0.1:5000" or "ipv6:%5B::1%5D:5000"; None: it is no TCP peer."""
+    """Parse "ipv4:127.0.0.1:5000" or "ipv6:%5B::1%5D:5000"; return None for other peers."""
     kind, _, rest = unquote(peer).partition(":")
     host, _, port = rest.rpartition(":")
     if kind not in {"ipv4", "ipv6"} or not port.isdigit():
@@ -82,7 +86,7 @@ def _address(peer: str) -> tuple[str, int] | None:
 
 
 def _host_port(name: tuple[str, int] | tuple[str, int, int, int]) -> tuple[str, int]:
-    """IPv4 in its own spelling also where the socket is one of IPv6."""
+    """Return the host, with an IPv4-mapped IPv6 address as IPv4, and the port."""
     host = ip_address(name[0].partition("%")[0])
     if isinstance(host, IPv6Address) and host.ipv4_mapped is not None:
         host = host.ipv4_mapped

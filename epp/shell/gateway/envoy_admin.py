@@ -1,8 +1,9 @@
-"""The Envoy of standalone mode, as the picker beside it sees it at the end: by its admin interface.
+"""The admin interface of the Envoy beside a standalone picker, for a common shutdown.
 
-Both are told to go at once, and each needs the other until the last request is over: Envoy asks the
-picker where requests go, and the picker ends the streams of answers that bypass it long before Envoy
-has passed them on. So the picker sends Envoy's clients away, and stays until Envoy has nothing to do.
+Both receive the stop signal at once, and each needs the other until the last request has ended.
+Envoy asks the picker where to route requests. The picker ends the streams of bypassed answers long
+before Envoy has forwarded them. The picker therefore makes Envoy's clients leave, and waits until
+Envoy has no open requests.
 """
 
 import asyncio
@@ -18,14 +19,14 @@ import structlog
 from epp.core.types import Seconds
 
 HOST: Final = "127.0.0.1"
-"""The bootstrap has it on loopback only."""
+"""Address of the admin interface, which the bootstrap binds to loopback only."""
 TIMEOUT_S: Final[Seconds] = 1.0
-"""For the whole of an answer."""
+"""Timeout of a complete answer."""
 LOOK_S: Final[Seconds] = 0.25
-"""Between two looks at how many requests are open."""
+"""Interval between two queries of the number of open requests."""
 ANSWER_BYTES_MAX: Final = 65_536
 ACTIVE: Final = "http.inference.downstream_rq_active"
-"""Requests that are open, by the `stat_prefix` of the bootstrap's listener."""
+"""Name of the metric of open requests, with the `stat_prefix` of the bootstrap's listener."""
 
 _ACTIVE_LINE: Final = re.compile(rb"^%b: (\d{1,9})\r?$" % re.escape(ACTIVE.encode()), re.MULTILINE)
 
@@ -33,7 +34,7 @@ _log = structlog.get_logger(__name__)
 
 
 class EnvoyAdmin:
-    """The admin interface on `port` of loopback. An Envoy that does not answer is taken for gone."""
+    """The admin interface on `port` of loopback. An Envoy that does not answer counts as gone."""
 
     def __init__(self, port: int, clock: Callable[[], Seconds] = time.monotonic) -> None:
         self._port = port
@@ -42,26 +43,31 @@ class EnvoyAdmin:
         self._busy_at_s = clock()
         self._silent = False
         self.active_requests = 0
-        """Open when it was last looked."""
+        """Number of open requests at the last query."""
 
     async def send_away(self) -> None:
-        """Have clients connect elsewhere: every answer from now on closes its connection, in HTTP/2
-        by a GOAWAY, and `/ready` says no.
+        """Make clients connect elsewhere: every further answer closes its connection, and `/ready`
+        fails.
+
+        In HTTP/2, a GOAWAY closes the connection.
         """
         self._busy_at_s = self._clock()
         await self._ask("POST", "/healthcheck/fail")
 
     async def call_back(self) -> None:
-        """Undo `send_away`: a picker that is restarted alone finds its Envoy as it left it.
+        """Undo `send_away`, because a picker that is restarted alone finds its Envoy in that state.
 
-        Where nobody answers there is nothing to undo: Envoy may be starting too.
+        If Envoy does not answer, there is nothing to undo: it may be starting too.
         """
         with contextlib.suppress(OSError):
             async with asyncio.timeout(TIMEOUT_S):
                 await self._exchange("POST", "/healthcheck/ok")
 
     async def idle_for_s(self) -> Seconds:
-        """How long no request has been open; infinite where nobody answers. Looks now and then."""
+        """Return how long no request has been open, or infinity if Envoy does not answer.
+
+        Envoy is queried at most every `LOOK_S`.
+        """
         now = self._clock()
         if now - self._looked_at_s >= LOOK_S:
             self._looked_at_s = now
@@ -76,7 +82,7 @@ class EnvoyAdmin:
             self._busy_at_s = now
 
     async def _ask(self, method: str, path: str) -> bytes | None:
-        """The answer with its headers; None: there was none, which is told once."""
+        """Return the answer with its headers, or None without one; the first failure is logged."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 answer = await self._exchange(method, path)
@@ -91,7 +97,7 @@ class EnvoyAdmin:
         if not self._silent:
             self._silent = True
             _log.warning(
-                "the Envoy beside this picker does not answer at its admin port, nobody waits for it",
+                "the Envoy beside this picker does not answer at its admin port, so the picker does not wait for it",
                 port=self._port,
                 path=path.partition("?")[0],
                 problem=problem,

@@ -1,4 +1,4 @@
-"""The ext_proc service: each stream is one session, whatever transport carries it."""
+"""The ext_proc service: each stream is one session, independent of the transport."""
 
 import asyncio
 import math
@@ -23,13 +23,15 @@ SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 PROCESS: Final = f"/{SERVICE}/Process"
 GATEWAYS_MAX: Final = 10_000
 STREAMS_MAX: Final = 20_000
-"""Streams open at once, of all gateways; one costs about 26 KB by grpcio."""
+"""Maximum number of open streams of all gateways; with grpcio each takes about 26 KB."""
 SHEDDING_STREAMS_MAX: Final = 1_000
-"""Streams above that which are waited for at once, to answer their first message."""
+"""Maximum number of further streams that wait for their first message to be refused."""
 REQUEST_TIMEOUT_S: Final = 60.0
 OVERDUE_POLL_S: Final = 1.0
 EAGER_ANSWERS_MAX: Final = 4
-"""So many answers are encoded at once; more, a long body in pieces, only as they are sent."""
+"""Maximum number of answers that are encoded at once. Longer sequences, such as a long body in
+chunks, are encoded as they are sent.
+"""
 
 _VIOLATION: Final = Status(
     Code.INVALID_ARGUMENT, "the gateway sent a message that the phase of the stream does not allow"
@@ -39,31 +41,33 @@ _log = structlog.get_logger(__name__)
 
 
 class StreamObserver(Protocol):
-    """Is told how streams begin and end; must not raise."""
+    """An observer of the beginning and end of streams. Its methods must not raise."""
 
     def stream_opened(self) -> None: ...
     def stream_failed(self) -> None:
-        """By a defect outside its request: while it was opened or closed."""
+        """Count a stream that failed by a defect while it was opened or closed, outside its
+        request.
+        """
         ...
 
     def stream_closed(self, code: str, duration_s: float) -> None: ...
     def stream_shed(self, refusal: Refusal) -> None:
-        """The stream was answered with `refusal` instead of being looked at."""
+        """Count a stream that was refused without processing."""
         ...
 
     def connection_cut(self, reason: Cut) -> None:
-        """A transport ended a connection that its gateway would have kept."""
+        """Count a connection that the transport closed, though its gateway would have kept it."""
         ...
 
     def drain_cut(self, streams: int) -> None: ...
 
 
 class ExtProc:
-    """Opens the call of each stream of `ExternalProcessor/Process`.
+    """The service that opens a call for each stream of `ExternalProcessor/Process`.
 
-    `new_session(gateway)` makes the state machine of one stream. Gateways are told apart by the
-    host of their gRPC peer address; what is remembered of them is bounded. `clock` tells the `now`
-    of each message.
+    `new_session(gateway)` creates the state machine of one stream. Gateways are identified by the
+    host of their gRPC peer address, and their number is bounded. `clock` provides the `now` of each
+    message.
     """
 
     def __init__(
@@ -76,9 +80,10 @@ class ExtProc:
         request_timeout_s: Seconds = REQUEST_TIMEOUT_S,
         decoder: Decoder | None = None,
     ) -> None:
-        """Streams above `streams_max` are refused at their first message, which is not read.
+        """Create the service.
 
-        A request that is not whole after `request_timeout_s` is refused by `refuse_overdue`.
+        Streams above `streams_max` are refused at their first message, which is not read. A request
+        that is incomplete after `request_timeout_s` is refused by `refuse_overdue`.
         """
         self._new_session = new_session
         self.observer = observer
@@ -98,12 +103,12 @@ class ExtProc:
         self._decoding = Turns(clock)
         self._opened_at_s = -math.inf
         self.shedding = 0
-        """Streams that wait for a message to be refused at."""
+        """Streams that wait for their first message to be refused."""
         self.draining = False
 
     @property
     def methods(self) -> Mapping[str, Opener]:
-        """By path, as transports serve them."""
+        """Calls by path, as transports serve them."""
         return {PROCESS: self.open}
 
     @property
@@ -111,24 +116,24 @@ class ExtProc:
         return len(self._calls)
 
     def quiet_for_s(self) -> float:
-        """How long no stream has been open and none was opened; 0 while one is open."""
+        """Return how long no stream has been open or opened; 0 while one is open."""
         return 0.0 if self._calls or self.shedding else self.clock() - self._opened_at_s
 
     def end_bypassed(self) -> None:
-        """From now on end each stream with OK as soon as its response no longer needs it."""
+        """End each stream from now on with OK as soon as its response no longer needs it."""
         self.draining = True
         for call in list(self._calls):
             if call.session.may_end_for_drain():
                 call.wire.end(OK)
 
     async def watch(self) -> None:
-        """Refuse what is overdue, until cancelled."""
+        """Refuse overdue requests periodically, until cancelled."""
         while True:
             await asyncio.sleep(OVERDUE_POLL_S)
             self.refuse_overdue(self.clock())
 
     def refuse_overdue(self, now: Seconds) -> None:
-        """Refuse each request that should be whole by now."""
+        """Refuse each request that is incomplete after the timeout."""
         for call in list(self._calls):
             late = now - call.opened_at_s > self._request_timeout_s
             if late and call.session.incomplete:
@@ -137,7 +142,7 @@ class ExtProc:
                 call.wire.end(OK)
 
     def open(self, peer: str, wire: Wire) -> Call:
-        """What serves the next stream of `peer`. Never raises."""
+        """Return the call for the next stream of `peer`. Never raises."""
         self._opened_at_s = self.clock()
         try:
             if len(self._calls) >= self._streams_max:
@@ -152,17 +157,18 @@ class ExtProc:
         return call
 
     def decode_later(self, call: "_ExtProcCall") -> None:
-        """Give `call`, which has no turns yet, turns to decode its body."""
+        """Schedule turns for `call`, which has none yet, to decode its body."""
         self._decoding.due(call)
 
     def forget(self, call: "_ExtProcCall") -> None:
-        """`call` is over."""
+        """Remove `call`, which has ended."""
         self._calls.discard(call)
 
     def _shed(self) -> Call:
         self.observer.stream_shed(self._overloaded)
         if self.shedding >= SHEDDING_STREAMS_MAX:
-            # Too many to wait for a message of each: what this costs a client, the gateway decides.
+            # Too many streams wait for their first message, so the gateway decides how the client
+            # sees this error.
             return EndedCall(Status(Code.RESOURCE_EXHAUSTED, self._overloaded.message))
         return _ShedCall(self, self._overloaded_answer)
 
@@ -179,7 +185,7 @@ class ExtProc:
 
 
 class _ExtProcCall:
-    """One request: its messages go through the session, its answers come out encoded."""
+    """One request: the session processes its messages, and the call encodes the answers."""
 
     __slots__ = ("_decoding", "_half_closed", "_service", "ended", "opened_at_s", "session", "wire")
 
@@ -192,7 +198,7 @@ class _ExtProcCall:
         self.ended: Status | None = None
         self._half_closed = False
         self._decoding = False
-        """It has turns to decode its body."""
+        """True if turns to decode the body are scheduled."""
         if session.may_wait:
             session.resume = self._resume
 
@@ -209,7 +215,7 @@ class _ExtProcCall:
             session.failed(StreamFailure.MALFORMED)
             self.ended = Status(Code.INVALID_ARGUMENT, str(error))
             return ()
-        except Exception:  # noqa: BLE001  the boundary of a request: a defect costs one stream
+        except Exception:  # noqa: BLE001  the boundary of a request: a defect fails one stream only
             self._defect()
             return ()
         if session.violated:
@@ -230,17 +236,17 @@ class _ExtProcCall:
         return encoded
 
     def turn(self) -> bool:
-        """Decode more of the body; return whether there is more to decode."""
+        """Decode more of the body and return whether more remains."""
         self._go_on(self.session.carry_on)
         self._decoding = self.session.undecoded
         return self._decoding
 
     def _resume(self, resolution: Resolution) -> None:
-        """The request need not wait any more: answer it."""
+        """Answer the request, whose wait is over."""
         self._go_on(partial(self.session.resolved, resolution))
 
     def _go_on(self, step: Callable[[Seconds], Sequence[Answer]]) -> None:
-        """Send the answers of `step`, which no message caused."""
+        """Send the answers of `step`, which no message of the stream triggered."""
         session, service = self.session, self._service
         try:
             for answer in step(service.clock()):
@@ -266,7 +272,7 @@ class _ExtProcCall:
             now = service.clock()
             service.observer.stream_closed(status.code.name, now - self.opened_at_s)
             self.session.closed(now)
-            # It holds us, and we hold it.
+            # The session and the call refer to each other.
             self.session.resume = None
             news = service.decoder.report()
             if news is not None:
@@ -279,7 +285,7 @@ class _ExtProcCall:
         if not answers:
             return ()
         if len(answers) == 1:
-            # Nearly every message: of a streamed response each chunk is one.
+            # Nearly every message has one answer, such as each chunk of a streamed response.
             return (encode(answers[0]),)
         if len(answers) <= EAGER_ANSWERS_MAX:
             return [encode(answer) for answer in answers]
@@ -299,7 +305,7 @@ class _ExtProcCall:
 
 
 class _ShedCall:
-    """A stream above the bound: refused at its first message, without a look at it."""
+    """A stream above the limit, which is refused at its first message without reading it."""
 
     __slots__ = ("_answer", "_service", "ended")
 
@@ -318,7 +324,7 @@ class _ShedCall:
         return ()
 
     def sent(self) -> None:
-        """Nothing was held."""
+        """Do nothing, because nothing is stored."""
 
     def closed(self, _: Status) -> None:
         self._service.shedding -= 1

@@ -1,10 +1,11 @@
-"""Envoy's ext_proc messages as classes of protobuf: the fields that a picker reads or writes.
+"""Envoy's ext_proc messages as protobuf classes, with the fields that a picker reads or writes.
 
-Declared here and not taken from generated modules of Envoy's whole interface, three thousand files
-that bring modules of other distributions, `opentelemetry-proto` among them, in older versions.
-A field that is not declared is carried as bytes and obeyed by nobody. Names and numbers are those of
-`envoy.service.ext_proc.v3` and of what it refers to; an enumeration is its number.
-The messages have a pool of their own, so that another package with Envoy's may be installed beside.
+They are declared here instead of taken from generated modules of Envoy's whole interface. Those are
+three thousand files and, in older versions, contain modules of other distributions such as
+`opentelemetry-proto`. An undeclared field is carried as bytes and ignored. Names and numbers are
+those of `envoy.service.ext_proc.v3` and the messages that it uses; an enumeration is its number.
+The messages have their own descriptor pool, so that another package with Envoy's messages may be
+installed too.
 """
 
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ class Field(NamedTuple):
     name: str
     number: int
     kind: str
-    """A type of protobuf, or the name of a message."""
+    """A protobuf type, or the name of a message."""
     oneof: str = ""
     repeated: bool = False
 
@@ -135,7 +136,7 @@ def _add(message: DescriptorProto, told: Field) -> None:
 
 def _pool() -> DescriptorPool:
     pool = DescriptorPool()
-    # These have no types.
+    # These functions have no type annotations.
     add: Any = pool.AddSerializedFile
     add(struct_pb2.DESCRIPTOR.serialized_pb)
     file = FileDescriptorProto(
@@ -172,6 +173,6 @@ StreamedBodyResponse: Final = _class("StreamedBodyResponse")
 TrailersResponse: Final = _class("TrailersResponse")
 
 OVERWRITE_IF_EXISTS_OR_ADD: Final = 2
-"""Of `HeaderValueOption.append_action`."""
+"""Value of `HeaderValueOption.append_action`."""
 SEND: Final = 1
-"""Of `ProcessingMode.response_trailer_mode`."""
+"""Value of `ProcessingMode.response_trailer_mode`."""

@@ -1,7 +1,7 @@
-"""Calls carried by grpcio: a coroutine pumps the messages of each stream.
+"""The transport by grpcio: a coroutine passes on the messages of each stream.
 
-gRPC for Python keeps its connections to itself, so what one of them may do is bounded with the
-means that it has: its options, and a look at its sockets (`connections`).
+gRPC for Python does not expose its connections. They are bounded by its options and by a search for
+its sockets (`connections`).
 """
 
 import asyncio
@@ -25,11 +25,12 @@ from epp.shell.starting import EVERYWHERE
 from epp.shell.supervision import Loop
 
 CONNECTION_STREAMS_MAX: Final = 4_096
-"""Streams open at once on one connection; Envoy opens another one for more."""
+"""Maximum number of open streams on one connection; Envoy opens another connection for more."""
 PENDING_STREAMS_MAX: Final = 20_000
-"""Streams that have come and that Python has not taken up yet. Above it gRPC begins to answer
-CANCELLED at random, and at twice as many it answers nothing else; its own limit of 1,000 is what
-comes in while the loop is busy for a moment."""
+"""Maximum number of streams that Python has not accepted yet. Above it gRPC begins to answer
+CANCELLED at random, and at twice the number it answers nothing else. gRPC's default of 1,000 is
+reached while the loop is busy for a moment.
+"""
 
 _log = structlog.get_logger(__name__)
 _Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -37,10 +38,9 @@ _Context = grpc.aio.ServicerContext[bytes, bytes]
 
 @contextlib.contextmanager
 def _failing_as_cancelled() -> Iterator[None]:
-    """A read or write that fails is a cancellation that gRPC has not told yet.
+    """Convert a failed read or write to a cancellation that gRPC has not reported yet.
 
-    So it is of a stream that was reset and of a server that has stopped; a wrong use of gRPC stays
-    the defect that it is.
+    It occurs if a stream was reset or the server has stopped. A wrong use of gRPC is still raised.
     """
     try:
         yield
@@ -51,7 +51,7 @@ def _failing_as_cancelled() -> Iterator[None]:
 
 
 class _GrpcioWire:
-    """The stream of one call, while a coroutine pumps it."""
+    """The stream of one call, while a coroutine passes on its messages."""
 
     __slots__ = (
         "_operations", "_pushed", "_pushing", "_task",
@@ -65,17 +65,19 @@ class _GrpcioWire:
         operations: "set[asyncio.Task[Any]]",
         waited_s: Seconds,
     ) -> None:
-        """`operations` is where reads and writes are that nobody may wait for any more."""
+        """Create the wire. `operations` holds reads and writes that no coroutine may await any
+        more.
+        """
         self.context = context
         self.waited_s = waited_s
         self._task = task
         self._operations = operations
         self.answered = False
         self.writing = False
-        """Answers are on their way out; whoever writes them looks at what was pushed after them."""
+        """True while answers are being written; the writer then sends the pushed messages too."""
         self.ended: Status | None = None
         self.call: Call | None = None
-        """What it serves, while it does."""
+        """The call that the wire serves, or None."""
         self.over = asyncio.Event()
         self._pushed: list[bytes] = []
         self._pushing: asyncio.Task[None] | None = None
@@ -83,7 +85,7 @@ class _GrpcioWire:
     def push(self, message: bytes) -> None:
         self._pushed.append(message)
         if not self.writing and self._pushing is None:
-            # Beside the read that the pump waits for.
+            # The write runs beside the read that the pump awaits.
             self._pushing = asyncio.get_running_loop().create_task(self._push())
 
     def end(self, status: Status) -> None:
@@ -92,19 +94,18 @@ class _GrpcioWire:
         self.ended = status
         self.over.set()
         if not self.writing:
-            # It waits for a message.
+            # The pump waits for a message.
             self._task.cancel()
 
     async def read(self) -> Any:
-        """The next message, or `grpc.aio.EOF`."""
+        """Return the next message, or `grpc.aio.EOF`."""
         return await self._to_its_end(self.context.read())
 
     async def _to_its_end(self, operation: Coroutine[Any, Any, Any]) -> Any:
-        """Wait for a read or write that is itself never cancelled: it ends with its stream.
+        """Wait for a read or write that is itself never cancelled and ends with its stream.
 
-        gRPC 1.85 frees what it has allocated for one only when somebody waited for it to the end;
-        of each stream that is reset 100 bytes or more would stay for ever
-        (https://github.com/grpc/grpc/issues/43360).
+        gRPC 1.85 frees its allocation for an operation only if it is awaited to its end. Otherwise
+        each reset stream would leak 100 bytes or more (https://github.com/grpc/grpc/issues/43360).
         """
         running = asyncio.get_running_loop().create_task(operation)
         self._operations.add(running)
@@ -112,7 +113,7 @@ class _GrpcioWire:
         return await asyncio.shield(running)
 
     async def write(self, answers: Iterable[bytes]) -> None:
-        """Send `answers`, and what was pushed meanwhile."""
+        """Send `answers`, and the messages that were pushed meanwhile."""
         self.writing = True
         try:
             for answer in answers:
@@ -123,7 +124,7 @@ class _GrpcioWire:
             self.writing = False
 
     async def flush(self) -> None:
-        """Send what was pushed."""
+        """Send the pushed messages."""
         if self._pushing is not None and self._pushing is not asyncio.current_task():
             await asyncio.wait({self._pushing})
         while self._pushed:
@@ -143,7 +144,9 @@ class _GrpcioWire:
 
 
 class GrpcioServer:
-    """Serves `methods` by grpcio. `cut` is told that a connection was closed for what it did."""
+    """A server of `methods` by grpcio. `cut` is called when a connection is closed for its
+    behaviour.
+    """
 
     def __init__(
         self,
@@ -155,8 +158,10 @@ class GrpcioServer:
         lag: Lag | None = None,
         clock: Callable[[], Seconds] = time.monotonic,
     ) -> None:
-        """A connection that is `connection_age_max_s` old, a tenth more or less, gets a GOAWAY: what
-        is open on it and what still arrives is served, and the gateway connects anew. None: never.
+        """Create the server.
+
+        A connection of the age `connection_age_max_s`, plus or minus a tenth, gets a GOAWAY. Its
+        open and arriving streams are still served, and the gateway reconnects. None means no limit.
         """
         options: list[tuple[str, int]] = [
             ("grpc.max_receive_message_length", receive_bytes_max),
@@ -164,12 +169,12 @@ class GrpcioServer:
             ("grpc.max_concurrent_streams", CONNECTION_STREAMS_MAX),
             ("grpc.server.max_pending_requests", PENDING_STREAMS_MAX),
             ("grpc.server.max_pending_requests_hard_limit", 2 * PENDING_STREAMS_MAX),
-            # Envoy pings on its own schedule; the default would close its connection for it.
+            # Envoy pings on its own schedule, and gRPC's default would close the connection for it.
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.so_reuseport", 0),
-            # Windows that grow with the speed of a link would let many clients make us hold as much:
-            # 66 with 31 MB each took 1,300 MB, of which sessions held 512, and 680 without.
+            # Growing windows would let many clients occupy as much memory: 66 clients with 31 MB
+            # each took 1,300 MB, of which sessions held 512 MB, and 680 MB without them.
             ("grpc.http2.bdp_probe", 0),
         ]
         if connection_age_max_s is not None:
@@ -183,17 +188,17 @@ class GrpcioServer:
         self._connections = Connections()
         for path, opener in methods.items():
             _, service, method = path.split("/")
-            # No (de)serialisers: calls work on the bytes themselves. A registered method has a
-            # queue of its own in gRPC, so that an answer of health does not wait behind thousands
-            # of streams, for which a gateway would take the picker for dead.
+            # Calls work on bytes, so there are no (de)serialisers. A registered method has its own
+            # queue in gRPC. A health check therefore does not wait behind thousands of streams, for
+            # which a gateway would consider the picker dead.
             handler: Any = grpc.stream_stream_rpc_method_handler(self._handler(opener))
             self._server.add_registered_method_handlers(service, {method: handler})
             generic = grpc.method_handlers_generic_handler(service, {method: handler})
             self._server.add_generic_rpc_handlers((generic,))
 
     async def listen(self, host: str, port: int, certificate: ServerCertificate | None) -> int:
-        """Take `port` at `host`, 0: any free one, and return it. Raises `OSError`."""
-        # gRPC would tell the reason on standard error only, and not as a log line.
+        """Listen on `port` at `host` (0 for any free port) and return the port. Raises `OSError`."""
+        # gRPC would report the reason only on standard error, and not as a log line.
         _try_port(host, port)
         address = address_of(host, port)
         try:
@@ -204,32 +209,34 @@ class GrpcioServer:
             raise OSError(str(error)) from error
 
     async def start(self) -> None:
-        """Take streams."""
+        """Accept streams."""
         await self._server.start()
 
     @property
     def has_gateway(self) -> bool:
-        """Whether a stream ever came: grpcio does not tell of connections."""
+        """True if a stream was ever opened, because grpcio does not report connections."""
         return self._spoken_to
 
     def loops(self) -> dict[str, Loop]:
-        """What is to run beside it."""
+        """Return the coroutines to run beside the transport: none."""
         return {}
 
     def connected(self) -> None:
-        """Grpcio does not tell."""
+        """Return None, because grpcio does not report connections."""
 
     def send_away(self, away: bool) -> None:
-        """Grpcio has no such thing: gateways leave as their connections come of age."""
+        """Do nothing, because grpcio cannot ask gateways to leave; they leave when connections
+        reach their maximum age.
+        """
 
     async def stop(self, wait_s: Seconds | None) -> None:
-        """Take no more streams, and cut those that are open after `wait_s`; None: at once."""
+        """Accept no more streams, and cut the open ones after `wait_s`; None to cut them at once."""
         await self._server.stop(wait_s)
 
     def _handler(self, opener: Opener) -> Callable[[object, _Context], Coroutine[Any, Any, None]]:
         async def serve(_: object, context: _Context) -> None:
-            # Messages are read from the context: gRPC 1.85 keeps the last one for ever when the
-            # iterator that it also passes is left before its end, as it is by every refusal.
+            # Messages are read from the context. gRPC 1.85 leaks the last message if its iterator
+            # is left before the end, as every refusal does.
             await self._serve(opener, context)
 
         return serve
@@ -239,7 +246,7 @@ class GrpcioServer:
         peer = context.peer()
         task = asyncio.current_task()
         assert task is not None
-        # gRPC reads its sockets in threads of its own and does not tell when.
+        # gRPC reads its sockets in its own threads and does not report when.
         waited_s = self._lag.backlog_s(self._clock())
         wire = _GrpcioWire(context, task, self._operations, waited_s)
         call = wire.call = opener(peer, wire)
@@ -249,9 +256,9 @@ class GrpcioServer:
                 status = await self._pump(call, wire)
         except asyncio.CancelledError:
             if wire.ended is None:
-                # Envoy also resets streams whose request went well: this is an ordinary end.
+                # Envoy also resets streams of successful requests, so this is an ordinary end.
                 raise
-            # Ours: returning now ends the stream.
+            # The cancellation came from `end`: returning now ends the stream.
             task.uncancel()
             with _failing_as_cancelled():
                 await wire.flush()
@@ -273,7 +280,7 @@ class GrpcioServer:
 
     @staticmethod
     async def _pump(call: Call, wire: _GrpcioWire) -> Status:
-        """Messages to the call, its answers back, until it has ended."""
+        """Pass messages to the call and its answers back, until the call has ended."""
         while True:
             ended = call.ended or wire.ended
             if ended is not None:
@@ -282,7 +289,7 @@ class GrpcioServer:
             if message is grpc.aio.EOF:
                 break
             await wire.write(call.receive(message))
-            # What was read is let go before the next one is waited for.
+            # The message is released before the wait for the next one.
             del message
             call.sent()
         await wire.write(call.half_close())
@@ -299,7 +306,7 @@ _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 
 
 def _credentials(certificate: ServerCertificate) -> grpc.ServerCredentials:
-    """GRPC asks for what is in force at each handshake, in a thread of its own."""
+    """Return credentials whose certificate gRPC requests at each handshake, in its own thread."""
 
     def in_force() -> grpc.ServerCertificateConfiguration:
         pair = certificate.pair
@@ -315,7 +322,7 @@ def _credentials(certificate: ServerCertificate) -> grpc.ServerCredentials:
 
 
 def _try_port(address: str, port: int) -> None:
-    """Raises `OSError` if `port` cannot be listened on."""
+    """Raise `OSError` if `port` cannot be listened on."""
     if address == EVERYWHERE and not socket.has_dualstack_ipv6():
         socket.create_server(("", port)).close()
         return

@@ -1,7 +1,7 @@
-"""gRPC health: the same answers on the serving port and on the health port.
+"""The gRPC health service, with the same answers on the serving port and on the health port.
 
-Calls of its own: the stock asyncio servicer writes to a watcher while it holds the lock that the
-next change of status needs, so one watcher that does not read would stop them all.
+The module does not use grpcio's asyncio servicer. That servicer writes to a watcher while it holds
+the lock of the next status change, so a single watcher that does not read would block all.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,25 +16,26 @@ LIVENESS: Final = "liveness"
 ABLE: Final = frozenset(
     {
         "readiness",
-        # The name that the field's Helm chart probes with one replica.
+        # A common Helm chart probes this name with one replica.
         "inference-extension",
     }
 )
-"""What a kubelet asks for: SERVING while requests would be answered well."""
+"""Names that a kubelet checks: SERVING while requests would be answered correctly."""
 WANTED: Final = frozenset({"", "envoy.service.ext_proc.v3.ExternalProcessor"})
-"""What gateways and load balancers ask for: SERVING while requests should be sent here."""
+"""Names that gateways and load balancers check: SERVING while requests should be sent here."""
 WATCHERS_MAX: Final = 1_000
 
 _SERVICE: Final = "/grpc.health.v1.Health"
 
 
 class Health:
-    """Whether this picker is able to serve, and whether it wants to. Neither until told so.
+    """The state of this picker: whether it can serve, and whether it should get requests; initially
+    neither.
 
-    A standby is able and does not want to: its pod is Ready, so that a rollout ends, and a gateway
-    that asks for health goes to the leader. `liveness` is SERVING for as long as there is somebody
-    to ask; `Check` of an unknown name is NOT_FOUND and `Watch` of one says SERVICE_UNKNOWN, as the
-    gRPC health protocol has it.
+    A standby can serve but should get no requests. Its pod is Ready, so that a rollout completes,
+    and a gateway that checks health uses the leader. `liveness` is always SERVING. For an unknown
+    name, `Check` returns NOT_FOUND and `Watch` returns SERVICE_UNKNOWN, as the gRPC health protocol
+    specifies.
     """
 
     def __init__(self) -> None:
@@ -48,24 +49,29 @@ class Health:
         return self._ready
 
     def set_ready(self, ready: bool, *, stands_by: bool = False) -> None:
-        """Tell every watcher, if it is news; nothing is after `close`. Call it on the event loop."""
+        """Set the state and notify every watcher of a change; it has no effect after `close`.
+
+        It must be called on the event loop.
+        """
         if (ready, stands_by) != (self._ready, self._stands_by) and not self._closed:
             self._ready, self._stands_by = ready, stands_by
             self._wake()
 
     def close(self) -> None:
-        """Not ready any more, and watchers end: `grpc.aio.Server.stop` would wait for them."""
+        """Become not ready and end all watchers, because `grpc.aio.Server.stop` would wait for
+        them.
+        """
         self._ready = False
         self._closed = True
         self._wake()
 
     @property
     def methods(self) -> Mapping[str, Opener]:
-        """By path, as transports serve them."""
+        """Calls by path, as transports serve them."""
         return {f"{_SERVICE}/Check": self._check, f"{_SERVICE}/Watch": self._watch}
 
     def serving(self, service: str) -> bool | None:
-        """None: there is no service of that name."""
+        """Return whether `service` is SERVING, or None if there is no service of that name."""
         if service == LIVENESS:
             return True
         if service in WANTED:
@@ -73,11 +79,11 @@ class Health:
         return self._ready if service in ABLE else None
 
     def watch(self, watch: "_Watch") -> None:
-        """Tell `watch` of every change from now on."""
+        """Notify `watch` of every change from now on."""
         self._watchers.add(watch)
 
     def leave(self, watch: "_Watch") -> None:
-        """Tell it no more."""
+        """Notify `watch` no longer."""
         self._watchers.discard(watch)
 
     @property
@@ -104,7 +110,7 @@ _NO_MESSAGE: Final = Status(Code.INVALID_ARGUMENT, "expected one HealthCheckRequ
 
 
 def _service_of(message: bytes) -> str | None:
-    """The name that is asked for; None: the message is none."""
+    """Return the requested service name, or None if the message is malformed."""
     try:
         return str(health_pb2.HealthCheckRequest.FromString(message).service)
     except DecodeError:
@@ -112,7 +118,7 @@ def _service_of(message: bytes) -> str | None:
 
 
 class _Check:
-    """Answers once."""
+    """A call that answers once."""
 
     __slots__ = ("_health", "ended")
 
@@ -137,14 +143,14 @@ class _Check:
         return ()
 
     def sent(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because nothing is stored."""
 
     def closed(self, _: Status) -> None:
-        """Nothing is held."""
+        """Do nothing, because nothing is stored."""
 
 
 class _Watch:
-    """Answers at once and whenever the answer is another, until the picker drains."""
+    """A call that answers at once and after every change, until the picker drains."""
 
     __slots__ = ("_health", "_service", "_told", "_wire", "ended")
 
@@ -157,7 +163,7 @@ class _Watch:
 
     def receive(self, message: bytes) -> Iterable[bytes]:
         if self._service is not None:
-            # One request is all that the method takes.
+            # The method accepts only one request.
             return ()
         self._service = _service_of(message)
         if self._service is None:
@@ -175,7 +181,7 @@ class _Watch:
         return ()
 
     def tell(self) -> None:
-        """Something has changed."""
+        """Send the status if it has changed."""
         assert self._service is not None, "it asked for a service"
         status = _status(self._health.serving(self._service))
         if status != self._told:
@@ -185,7 +191,7 @@ class _Watch:
             self._wire.end(OK)
 
     def sent(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because nothing is stored."""
 
     def closed(self, _: Status) -> None:
         self._health.leave(self)

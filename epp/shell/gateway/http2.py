@@ -1,26 +1,27 @@
-"""gRPC on libnghttp2: one connection is one `asyncio.Protocol`, one stream one `Call`.
+"""gRPC on libnghttp2: each connection is an `asyncio.Protocol`, and each stream has a `Call`.
 
-Theory. `ngh2` turns bytes into events and messages into bytes; it checks frames, headers and flow
-control and does no I/O. What is left for this module is what gRPC adds to HTTP/2 (five bytes before
-each message, a status in the trailers) and that one peer cannot take more than its share:
+Theory. `ngh2` turns bytes into events and messages into bytes. It checks frames, headers and flow
+control, and does no I/O. This module adds what gRPC adds to HTTP/2: five bytes before each message,
+and a status in the trailers. It also limits the share of each peer:
 
-* Work. What a read brings may be thousands of streams, or of messages. They are worked off in `turns`;
-  between two of them the loop serves the others, and the socket is not read.
-* What comes in. A stream is granted a window, and gets it back only as its messages are answered.
-  What has come and cannot be worked off counts against the budget of all bodies.
-* What goes out. Answers are made as they are taken: only while less than `QUEUED_BYTES_MAX` of a
-  stream waits for its window, and only while the socket takes what is written. What was sent says
-  whose window has moved; nobody else is looked at.
-* Streams. As many at once as `CONNECTION_STREAMS_MAX`; who mostly resets what it opens is cut off.
-* Connections. As many as there are `places`.
+* Work. One read may bring thousands of streams or messages. They are processed in `turns`; between
+  two turns the loop serves other tasks, and the socket is not read.
+* Input. A stream has a window, which is returned only as its messages are answered. Data that has
+  arrived and cannot be processed yet counts against the budget of all bodies.
+* Output. Answers are created as they are sent: only while less than `QUEUED_BYTES_MAX` of a stream
+  waits for its window, and only while the socket accepts data. The frames that were sent tell which
+  windows moved, so that other streams are not examined.
+* Streams. At most `CONNECTION_STREAMS_MAX` are open at once. A connection that mostly resets its
+  streams is closed.
+* Connections. Their number is limited by `places`.
 
-Flow control is an invariant: every byte that has come is acknowledged, also of streams that are over,
-or its connection is retired. The engine knows best what is missing of the connection's window; when
-much of it is, whoever lost it, the gateway is told to connect anew long before nothing can be sent.
-So it is when a connection is old.
+Flow control is an invariant: every received byte is acknowledged, also those of ended streams, or
+the connection is retired. The engine knows how much of the connection's window is missing. If much
+of it is, for whatever reason, the gateway is asked to reconnect long before the window is used up.
+An old connection is retired in the same way.
 
-Nothing here has a timer of its own but a deadline that a client asks for: `Http2Server.loops` has one
-that looks at all connections once in a while.
+No object here has its own timer, except for a deadline that a client requests. `Http2Server.loops`
+returns a coroutine that examines all connections periodically.
 """
 
 import asyncio
@@ -61,36 +62,44 @@ from epp.shell.starting import EVERYWHERE
 from epp.shell.supervision import Loop
 
 CONNECTION_STREAMS_MAX: Final = 4_096
-"""Open at once on one connection; Envoy opens another one for more."""
+"""Maximum number of open streams on one connection; Envoy opens another connection for more."""
 STREAM_WINDOW_BYTES: Final = 1_048_576
 READ_BYTES_MAX: Final = 65_536
-"""Cut into frames at a time: thousands of them, if they are small."""
+"""Maximum number of bytes that are cut into frames at a time; they may be thousands of small
+frames.
+"""
 CONNECTION_WINDOW_BYTES: Final = 2**31 - 1
-"""No limit: one stream that waits must not hold up those beside it."""
+"""No effective limit, so that a waiting stream does not block others on its connection."""
 WINDOW_LEFT_SHARE_MIN: Final = 0.25
-"""Of the connection's window; with less a connection is retired. The engine gives back what was
-acknowledged when that is half of the window, so with all of it acknowledged half is always left."""
+"""Share of the connection's window below which the connection is retired. The engine returns
+acknowledged bytes when they are half of the window. If all bytes are acknowledged, half is
+therefore always left.
+"""
 HEADER_LIST_BYTES_MAX: Final = 65_536
 QUEUED_BYTES_MAX: Final = 262_144
-"""Of the answers of one stream that wait for its window."""
+"""Maximum size of one stream's answers that wait for its window."""
 RESETS_MAX: Final = CONNECTION_STREAMS_MAX
-"""Streams in a row that a connection may reset before any was answered: all that it may open, once.
-Envoy resets the streams of clients that leave, between others that are served."""
+"""Maximum number of consecutive streams that a connection may reset before any was answered: as
+many as it may have open. Envoy resets the streams of clients that leave, between served ones.
+"""
 PING_AFTER_S: Final = 30.0
-"""A connection that says nothing for so long is asked whether it is there."""
+"""Time without data after which a connection is pinged."""
 PING_WAIT_S: Final = 20.0
 LINGER_S: Final = 2.0
-"""So long a client may take to close a stream that we have ended before it is reset. A reset right
-behind the status makes gRPC's own client lose the status and the answers with it."""
+"""Time that a client has to close a stream that the picker has ended, before it is reset. A reset
+directly after the status would make gRPC's own client lose the status and the answers.
+"""
 NOTICE_S: Final = 1.0
-"""From the notice of a GOAWAY to the last stream that is taken: what was on its way has come."""
+"""Time from the notice of a GOAWAY to the last accepted stream, in which streams under way arrive.
+"""
 AWAY_AGE_S: Final = 2.0
-"""A connection that is this old is asked to leave while gateways are sent away: a gateway that finds
-nobody else connects here again, and is served for as long as it takes it to look once more."""
+"""Age from which a connection is asked to leave while gateways are sent away. A gateway that finds
+no other picker connects here again, and is served until the next request to leave.
+"""
 AGE_JITTER: Final = 0.1
-"""Of its greatest age a connection gets this share more or less, so that not all end at once."""
+"""Relative random variation of a connection's maximum age, so that not all end at once."""
 TELL_S: Final = 10.0
-"""Between two lines of the log about connections that were evicted or refused."""
+"""Minimum time between two log lines about evicted or rejected connections."""
 POLL_S: Final = 0.25
 BACKLOG: Final = 1_024
 
@@ -102,7 +111,8 @@ _NO_LIMIT: Final = (2**40, 2**40)
 _CONFIGURATION: Final = Configuration(
     auto_window_update=False,
     max_inbound_header_list_size=HEADER_LIST_BYTES_MAX,
-    # Ours counts unanswered streams only: Envoy also resets streams that went well.
+    # The picker's own limit counts unanswered streams only, because Envoy also resets successful
+    # streams.
     stream_reset_rate_limit=_NO_LIMIT,
 )
 _SETTINGS: Final[Mapping[int, int]] = {
@@ -115,10 +125,10 @@ _NO_GRPC_BODY: Final = b"expected the content type application/grpc\n"
 _NO_METHOD: Final = Status(Code.UNIMPLEMENTED, "there is no such method")
 _FULL: Final = Status(Code.RESOURCE_EXHAUSTED, "the picker holds as many bytes as it may")
 _OVER: Final = EndedCall(CANCELLED)
-"""In place of the call of a stream that is closed."""
+"""Replaces the call of a stream that is closed."""
 _FRAME_HEAD_BYTES: Final = 9
 _read_head: Final = struct.Struct(">BHBBI").unpack_from
-"""Length in two parts, kind, flags and stream of a frame (RFC 9113, 4.1)."""
+"""Length in two parts, type, flags and stream of a frame (RFC 9113, section 4.1)."""
 _DATA, _HEADERS, _GOAWAY = 0, 1, 7
 """Types of frames."""
 _END_STREAM: Final = 1
@@ -133,14 +143,14 @@ class Http2Settings(Struct, frozen=True, kw_only=True):
     host_connections_max: int = HOST_CONNECTIONS_MAX
     connection_window_bytes: int = CONNECTION_WINDOW_BYTES
     connection_age_max_s: Seconds | None = None
-    """None: there is none."""
+    """Maximum age of a connection, or None for no limit."""
     resets_max: int = RESETS_MAX
     ping_after_s: Seconds = PING_AFTER_S
     ping_wait_s: Seconds = PING_WAIT_S
 
 
 class _RefusedError(Exception):
-    """The stream cannot go on, for a reason that the client is told."""
+    """The stream cannot go on; the client receives the reason."""
 
     def __init__(self, status: Status) -> None:
         super().__init__(status.details)
@@ -148,7 +158,7 @@ class _RefusedError(Exception):
 
 
 class _Messages:
-    """Cuts the bytes of one stream into messages: a flag, a length, so many bytes."""
+    """A parser of one stream's bytes into messages: a flag, a length and the message's bytes."""
 
     __slots__ = ("_bytes_max", "_need", "_parts", "held_bytes")
 
@@ -156,11 +166,11 @@ class _Messages:
         self._bytes_max = bytes_max
         self._parts: list[bytes] = []
         self.held_bytes = 0
-        """What has come of a message that is not whole."""
+        """Bytes of an incomplete message."""
         self._need = _PREFIX_BYTES
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the messages that are whole now. Raises `_RefusedError`."""
+        """Return the messages that are complete now. Raises `_RefusedError`."""
         before_bytes = self.held_bytes
         self.held_bytes += len(data)
         if self.held_bytes < self._need:
@@ -169,7 +179,7 @@ class _Messages:
         found: list[bytes] = []
         start = 0
         if self._need > _PREFIX_BYTES:
-            # The parts begin behind the prefix, so that joining them with the end is the only copy.
+            # The parts begin after the prefix, so that joining them with the end is the only copy.
             start = self._need - before_bytes
             found.append(b"".join((*self._parts, memoryview(data)[:start])))
         elif before_bytes:
@@ -207,7 +217,7 @@ class _Messages:
 
 
 class _Stream:
-    """One stream of a connection, and the `Wire` of its call."""
+    """One stream of a connection, which is also the `Wire` of its call."""
 
     __slots__ = (
         "answered", "answers", "call", "closing", "connection", "deadline", "ended", "half_closed",
@@ -225,20 +235,22 @@ class _Stream:
         self.stream_id = stream_id
         self.messages = _Messages(bytes_max)
         self.inbox: deque[bytes] = deque()
-        """Messages that wait for a turn, or for answers to an earlier one that wait for their window."""
+        """Messages that wait for a turn, or for the answers to an earlier one that wait for their
+        window.
+        """
         self.put_off = False
-        """It has messages for the next turn."""
+        """True if it has messages for the next turn."""
         self.answers: Iterator[bytes] | None = None
         self.answered = False
         self.unsent = False
-        """Something was answered that the other side may not have."""
+        """True if an answer was written that the other side may not have received."""
         self.half_closed = False
         self.half_told = False
         self.ended: Status | None = None
         self.closing = False
-        """Its trailers are on their way."""
+        """True if its trailers are being sent."""
         self.taken_bytes = 0
-        """Of the budget."""
+        """Bytes that it has taken from the budget."""
         self.unacknowledged_bytes = 0
         self.deadline: asyncio.TimerHandle | None = None
 
@@ -255,23 +267,23 @@ class _Stream:
 
 
 class _Lingering:
-    """A stream that we have ended and the other side has not yet."""
+    """A stream that the picker has ended, but the other side has not."""
 
     __slots__ = ("sent_bytes", "since_s")
 
     def __init__(self, since_s: Seconds) -> None:
         self.since_s = since_s
         self.sent_bytes = 0
-        """By the other side, since then."""
+        """Bytes that the other side has sent since then."""
 
 
 class _Read(NamedTuple):
-    """Bytes that were read, or a piece of them."""
+    """Bytes that were read, or a part of them."""
 
     data: bytes | memoryview
     at_s: Seconds
     overdue_s: Seconds
-    """For how long they may have waited for that."""
+    """Time that they may have waited to be read."""
 
 
 class _Connection(asyncio.Protocol):
@@ -282,9 +294,9 @@ class _Connection(asyncio.Protocol):
         self._settings = server.settings
         self._engine = Connection(Role.SERVER, _CONFIGURATION)
         self._unread: deque[_Read] = deque()
-        """What has come, in pieces."""
+        """Received data, in pieces."""
         self._events: deque[events.Event] = deque()
-        """What was in it."""
+        """Events of the data that was parsed."""
         self._put_off: deque[_Stream] = deque()
         """Streams with messages for the next turn."""
         self._turn = Turn(server.clock)
@@ -298,21 +310,21 @@ class _Connection(asyncio.Protocol):
         self.host = ""
         self._paused = False
         self._failed = False
-        """The engine cannot go on."""
+        """True if the engine cannot go on."""
         self._made_at_s = 0.0
         self.age_max_s: Seconds = math.inf
         self.heard_at_s = 0.0
         self._read_at_s = 0.0
-        """Of the read whose events are worked off."""
+        """Time of the read whose events are being processed."""
         self._came_at_s: deque[Seconds] = deque()
-        """Of the next streams that are opened, where that was before they were read."""
+        """Arrival times of the next opened streams, if those differ from the time of the read."""
         self._pinged_at_s: Seconds | None = None
         self._retired_at_s: Seconds | None = None
         self._gone_away = False
         self._resets = 0
-        """Of streams that were not answered, since the last one that was."""
+        """Consecutive unanswered streams that were reset."""
         self.unacknowledged_bytes = 0
-        """Of what was looked at."""
+        """Received bytes of processed events that are not acknowledged."""
 
     def __repr__(self) -> str:
         return f"<_Connection [{len(self._streams)} streams of {self._peer}]>"
@@ -325,10 +337,10 @@ class _Connection(asyncio.Protocol):
     def peer(self) -> str:
         return self._peer
 
-    # What asyncio calls.
+    # Methods that asyncio calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's are transports by what they do, not by what they are.
+        # uvloop's transports have the methods, but not the base class.
         self._transport = transport = cast("asyncio.Transport", transport)
         self._peer = _peer_of(transport)
         self.host = self._peer.rpartition(":")[0]
@@ -363,7 +375,7 @@ class _Connection(asyncio.Protocol):
         self.flush()
 
     def eof_received(self) -> None:
-        """Without a goodbye: whatever was open is over."""
+        """Do nothing: asyncio closes the connection, and `connection_lost` ends its streams."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -372,15 +384,16 @@ class _Connection(asyncio.Protocol):
             self._over(stream, stream.ended if stream.closing else CANCELLED)
         self._server.left(self)
 
-    # Events and messages, a few at a time.
+    # Processing of events and messages, a few at a time.
 
     def turn(self) -> bool:
-        """Work off what has come, as far as one turn allows; whether there is more."""
+        """Process received data, as far as one turn allows, and return whether more remains."""
         self._turn_due = False
         self._turn.begin()
         self._in_turn = True
         try:
-            # First what has waited, so that it waits for a turn and not for the end of what comes.
+            # Deferred streams come first, so that they wait for one turn and not for the end of new
+            # data.
             for _ in range(len(self._put_off)):
                 stream = self._put_off.popleft()
                 stream.put_off = False
@@ -389,7 +402,7 @@ class _Connection(asyncio.Protocol):
                 event = self._events.popleft()
                 try:
                     self._handle(event)
-                except Exception:  # noqa: BLE001  the boundary of a stream: a defect costs no other one
+                except Exception:  # noqa: BLE001  the boundary of a stream: others go on
                     self._defect(getattr(event, "stream_id", 0))
             self.flush()
         finally:
@@ -400,7 +413,7 @@ class _Connection(asyncio.Protocol):
         return self._turn_due
 
     def _read(self) -> bool:
-        """Cut what has come into frames until there is an event; whether there is one."""
+        """Parse received data into frames until there is an event, and return whether there is one."""
         while self._unread and not self._events:
             read = self._unread.popleft()
             try:
@@ -438,7 +451,7 @@ class _Connection(asyncio.Protocol):
             self._defect(stream_id)
 
     def _defect(self, stream_id: int) -> None:
-        """End the stream whose handling raised the exception that is being handled."""
+        """End the stream whose processing raised the current exception."""
         _log.exception("a stream failed")
         stream = self._streams.get(stream_id)
         if stream is not None and not stream.closing:
@@ -466,7 +479,7 @@ class _Connection(asyncio.Protocol):
                 if stream is not None:
                     self._half_close(stream)
             case _:
-                # Windows, settings and pings are the engine's business.
+                # The engine handles windows, settings and pings.
                 pass
 
     def _open(self, event: events.RequestReceived) -> None:
@@ -500,9 +513,11 @@ class _Connection(asyncio.Protocol):
             )
 
     def _answer_plainly(self, stream_id: int) -> None:
-        """To who does not speak gRPC, as gRPC has it: a status of HTTP, and no trailers."""
+        """Answer a request that is not gRPC with an HTTP status and without trailers, as gRPC
+        specifies.
+        """
         self._lingering[stream_id] = _Lingering(self._server.clock())
-        # It fails for one that was reset meanwhile, of which an event tells.
+        # The engine raises an error if the stream was reset meanwhile; an event reports that.
         with contextlib.suppress(NGH2Error):
             self._engine.send_response(stream_id, _NO_GRPC)
             self._engine.send_data(stream_id, _NO_GRPC_BODY, end_stream=True)
@@ -523,19 +538,21 @@ class _Connection(asyncio.Protocol):
         self.carry_on(stream)
 
     def _data_past_end(self, stream_id: int, count: int) -> None:
-        """`count` bytes came for a stream that is over: of the connection's window they are given
-        back, for nobody looks at them.
+        """Acknowledge `count` bytes that arrived for an ended stream, because they are not
+        processed.
         """
         self._acknowledge(stream_id, count)
         lingering = self._lingering.get(stream_id)
         if lingering is not None:
             lingering.sent_bytes += count
             if lingering.sent_bytes > STREAM_WINDOW_BYTES:
-                # More than it could send before it had the status, which it does not heed.
+                # The other side sends more than it could have sent before it received the status.
                 self._reset(stream_id)
 
     def _hold(self, stream: _Stream) -> bool:
-        """Hold what has come and is not worked off within the budget of all; False: no room."""
+        """Adjust the stream's share of the budget to its unprocessed data; return False if there is
+        no room.
+        """
         held = 0
         if not stream.closing:
             held = stream.messages.held_bytes
@@ -549,10 +566,10 @@ class _Connection(asyncio.Protocol):
         stream.taken_bytes = held
         return True
 
-    # Answers, as far as the other side takes them.
+    # Answers, as far as the other side accepts them.
 
     def carry_on(self, stream: _Stream) -> None:
-        """Go on with `stream` as far as its window, what has come, and the turn allow."""
+        """Continue `stream` as far as its window, its data and the turn allow."""
         call = stream.call
         while not stream.closing:
             if stream.answers is not None:
@@ -577,7 +594,7 @@ class _Connection(asyncio.Protocol):
                 self._acknowledge(stream.stream_id, stream.unacknowledged_bytes)
                 stream.unacknowledged_bytes = 0
                 break
-        # Nearly every stream holds nothing here, and then there is nothing to count.
+        # Nearly every stream has no such data, so that nothing needs to be counted.
         holds = stream.taken_bytes or stream.messages.held_bytes or stream.inbox
         if holds and not self._hold(stream):
             stream.answers = None
@@ -592,7 +609,7 @@ class _Connection(asyncio.Protocol):
                 self._wait_for_turn()
 
     def _answer(self, stream: _Stream, answers: Iterator[bytes]) -> bool:
-        """Write what `answers` gives; False: as much as may wait is waiting."""
+        """Write the answers; return False if the maximum is waiting for the window."""
         for answer in answers:
             self.write(stream, answer)
             if self._engine.queued_body_size(stream.stream_id) >= QUEUED_BYTES_MAX:
@@ -609,7 +626,7 @@ class _Connection(asyncio.Protocol):
                 stream.stream_id, b"\0" + len(message).to_bytes(4, "big") + message
             )
         except NGH2Error:
-            # It was reset meanwhile, and the event that says so is on its way.
+            # The stream was reset meanwhile; an event reports that.
             return
         stream.unsent = True
 
@@ -624,29 +641,29 @@ class _Connection(asyncio.Protocol):
                 headers = (*_HEAD, *_trailers(status))
                 self._engine.send_response(stream.stream_id, headers, end_stream=True)
         except NGH2Error:
-            # As above.
+            # The stream was reset meanwhile, as above.
             pass
 
     def _acknowledge(self, stream_id: int, count: int) -> None:
-        """Let the other side send `count` bytes more, on a stream that is over: on others."""
+        """Let the other side send `count` more bytes; for an ended stream, on other streams."""
         if count:
             self.unacknowledged_bytes -= count
-            # Not `suppress`, which takes three calls, and each chunk of a response passes here.
+            # `suppress` takes three calls, and each chunk of a response passes here.
             try:  # noqa: SIM105
                 self._engine.acknowledge_received_data(count, stream_id)
             except NGH2Error:
-                # The connection is ending: nobody waits for it.
+                # The connection is ending, so the bytes need no acknowledgement.
                 pass
 
     def flush(self) -> None:
-        """Write what there is to write, and let what waited for it go on."""
+        """Write the pending data, and continue the streams that waited for that."""
         try:
             while self._transport is not None and not self._paused and not self._failed:
                 out = self._engine.data_to_send()
                 if not out:
                     break
                 self._transport.write(out)
-                # What was sent may have been the end of streams.
+                # Sending may have ended streams.
                 for event in self._engine.events():
                     self._contained(getattr(event, "stream_id", 0), self._handle, event)
                 self._settle(out)
@@ -658,8 +675,10 @@ class _Connection(asyncio.Protocol):
             self._fail(error)
 
     def _settle(self, out: bytes) -> None:
-        """Let the streams of the frames in `out` go on: those that wait for nothing any more have
-        been sent, and where little is queued there may be more.
+        """Continue the streams of the frames in `out`.
+
+        Streams without waiting data have sent everything, and streams with little waiting data may
+        send more.
         """
         for stream_id, ends in _sent(out).items():
             stream = self._streams.get(stream_id)
@@ -679,10 +698,10 @@ class _Connection(asyncio.Protocol):
                 stream.unsent = False
                 stream.call.sent()
 
-    # How streams and connections end.
+    # The end of streams and connections.
 
     def _over(self, stream: _Stream, status: Status | None) -> None:
-        """`stream` is closed; `status` None: the other side has reset it."""
+        """Handle the end of `stream`. `status` is None if the other side has reset it."""
         del self._streams[stream.stream_id]
         if stream.deadline is not None:
             stream.deadline.cancel()
@@ -692,8 +711,8 @@ class _Connection(asyncio.Protocol):
         self._hold(stream)
         self._acknowledge(stream.stream_id, stream.unacknowledged_bytes)
         stream.unacknowledged_bytes = 0
-        # The call knows its stream: without this both would wait for the garbage collector, and the
-        # request with them.
+        # The call refers to its stream. Without this, both would keep the request in memory until
+        # the garbage collector runs.
         call, stream.call = stream.call, _OVER
         call.closed(status or CANCELLED)
         if stream.answered:
@@ -713,29 +732,29 @@ class _Connection(asyncio.Protocol):
             self.close()
 
     def _fail(self, error: NGH2Error) -> None:
-        """The engine gave up: say why as HTTP/2 says it, and close."""
+        """Report the engine's error as HTTP/2 specifies, and close the connection."""
         if self._failed:
             return
         self._failed = True
         self._forget_work()
         if isinstance(error, ConnectionStateError):
-            # Something came after the last word of either side, which is no breach.
+            # Data after the final frame of either side is not a violation.
             self.close()
             return
         self._server.failed(self)
         if self._transport is not None:
             flood = isinstance(error, DenialOfServiceError)
             code = ErrorCode.ENHANCE_YOUR_CALM if flood else ErrorCode.PROTOCOL_ERROR
-            # The engine says nothing any more, not even this.
+            # The engine sends nothing any more, not even this frame.
             self._transport.write(_goaway(self._last_stream_id, code))
             self._transport.close()
 
     def look(self, now: Seconds) -> None:
-        """What is done by the clock: streams and connections that end, or do not answer."""
+        """Do what depends on the time: end streams and connections that are old or do not respond."""
         if self._transport is None:
             return
         if self._failed:
-            # What was written is not taken.
+            # The other side does not accept the data that was written.
             if now - self.heard_at_s > self._settings.ping_wait_s:
                 self._transport.abort()
             return
@@ -766,11 +785,13 @@ class _Connection(asyncio.Protocol):
             self.go_away()
 
     def _window_left(self) -> float:
-        """The share of the connection's window that the other side may still use."""
+        """Return the share of the connection's window that the other side may still use."""
         return self._engine.local_window_size / self._settings.connection_window_bytes
 
     def _end_lingering(self, now: Seconds) -> None:
-        """Reset streams that are over for us, and in which the other side has not stopped to send."""
+        """Reset streams that the picker has ended and on which the other side has not stopped
+        sending.
+        """
         late = [at for at, one in self._lingering.items() if now - one.since_s > LINGER_S]
         for stream_id in late:
             self._reset(stream_id)
@@ -778,50 +799,47 @@ class _Connection(asyncio.Protocol):
             self.flush()
 
     def _reset(self, stream_id: int) -> None:
-        """End a stream that lingers, without a reproach."""
+        """End a lingering stream with a reset that is not an error."""
         del self._lingering[stream_id]
         with contextlib.suppress(NGH2Error):
             self._engine.reset_stream(stream_id, _GRACEFUL)
 
     def retire(self, now: Seconds) -> None:
-        """Have the other side connect anew: what is open here is served to its end, and so is what
-        was on its way.
-        """
+        """Ask the other side to reconnect. Streams that are open or under way are still served."""
         if self._retired_at_s is None and self._transport is not None and not self._failed:
             self._retired_at_s = now
             self._server.places.leaving(self)
             self._say(self._engine.send_shutdown_notice)
 
     def go_away(self) -> None:
-        """From here on no stream is taken; the connection closes once the open ones are over."""
+        """Accept no further stream; the connection closes when the open ones have ended."""
         self._gone_away = True
         self._say(self._engine.send_goaway)
 
     def _say(self, tell: Callable[[], None]) -> None:
         if self._transport is None or self._failed:
             return
-        # After the last word of either side there is nothing to add.
+        # After the final frame of either side, nothing may be sent.
         with contextlib.suppress(ConnectionStateError):
             tell()
         self.flush()
 
     def cut(self) -> None:
-        """Close now, whatever is open."""
+        """Close the connection now, with all its streams."""
         if self._transport is not None:
             self._transport.abort()
 
     def close(self) -> None:
-        """Send what is written, then close."""
+        """Send the written data, then close the connection."""
         if self._transport is not None:
             self._transport.close()
 
 
 class Http2Server:
-    """Serves `methods`, by their paths, on the ports that it is told to listen on.
+    """A server of `methods`, by their paths, on the ports given to `listen`.
 
-    `budget` is what bytes that wait to be worked off may hold, with whoever else takes from it.
-    `cut` is told that a connection was ended for what it did, or for want of room. `lag` is that of
-    the loop.
+    `budget` limits the bytes of unprocessed data, together with its other users. `cut` is called
+    when a connection is ended for its behaviour or for lack of room. `lag` is that of the loop.
     """
 
     def __init__(
@@ -835,7 +853,7 @@ class Http2Server:
         clock: Callable[[], Seconds] = time.monotonic,
         random: Random | None = None,
     ) -> None:
-        """`random` spreads the ages at which connections are retired."""
+        """Create the server. `random` spreads the ages at which connections are retired."""
         self.methods = methods
         self.budget = budget
         self.settings = settings or Http2Settings()
@@ -848,7 +866,7 @@ class Http2Server:
         )
         self._random = random or Random(0)  # noqa: S311  ages, not secrets
         self.age_max_s: Seconds = math.inf
-        """Of every connection, besides its own."""
+        """Maximum age of every connection, in addition to its own."""
         self._connections: set[_Connection] = set()
         self._crowd = _Crowd()
         self._servers: list[asyncio.Server] = []
@@ -860,14 +878,14 @@ class Http2Server:
         return sum(connection.open_streams for connection in self._connections)
 
     def connected(self) -> Connected:
-        """How it is with the connections."""
+        """Return the state of the connections."""
         return Connected(
             connections=len(self._connections),
             unacknowledged_bytes=sum(one.unacknowledged_bytes for one in self._connections),
         )
 
     async def listen(self, host: str, port: int, certificate: ServerCertificate | None) -> int:
-        """Take `port` at `host`, 0: any free one, and return it. Raises `OSError`."""
+        """Listen on `port` at `host` (0 for any free port) and return the port. Raises `OSError`."""
         listening = _socket(host, port)
         server = await asyncio.get_running_loop().create_server(
             lambda: _Connection(self),
@@ -882,7 +900,7 @@ class Http2Server:
         return port_taken
 
     async def start(self) -> None:
-        """Take streams."""
+        """Accept streams."""
         for server in self._servers:
             await server.start_serving()
 
@@ -891,11 +909,11 @@ class Http2Server:
         return bool(self._connections)
 
     def loops(self) -> dict[str, Loop]:
-        """What is to run beside it."""
+        """Return the coroutines to run beside the transport."""
         return {"connections": self._look_after}
 
     async def _look_after(self) -> None:
-        """Look after the connections, until cancelled."""
+        """Examine the connections periodically, until cancelled."""
         while True:
             await asyncio.sleep(POLL_S)
             now = self.clock()
@@ -904,11 +922,11 @@ class Http2Server:
             self._crowd.tell(now)
 
     def send_away(self, away: bool) -> None:
-        """Whether gateways are asked again and again to connect elsewhere; who comes is served."""
+        """Start or stop asking gateways to connect elsewhere; those that connect are still served."""
         self.age_max_s = AWAY_AGE_S if away else math.inf
 
     async def stop(self, wait_s: Seconds | None) -> None:
-        """Take no more streams, and cut those that are open after `wait_s`; None: at once."""
+        """Accept no more streams, and cut the open ones after `wait_s`; None to cut them at once."""
         for server in self._servers:
             server.close()
         for connection in list(self._connections):
@@ -918,16 +936,18 @@ class Http2Server:
                 await self._empty.wait()
         for connection in list(self._connections):
             connection.cut()
-        # asyncio tells connections of their end in a turn of its own.
+        # asyncio reports the end of connections in a later iteration of its loop.
         await self._empty.wait()
         for server in self._servers:
             await server.wait_closed()
         self._servers.clear()
 
-    # What connections call.
+    # Methods that connections call.
 
     def admit(self, connection: _Connection) -> bool:
-        """Give `connection` a place, another's if need be; False: there is none."""
+        """Give `connection` a place, that of another one if necessary; return False if there is
+        none.
+        """
         admission = self.places.take(connection)
         if not admission.admitted:
             self._crowd.refused(connection.peer)
@@ -943,12 +963,12 @@ class Http2Server:
             self.cut(Cut.EVICTED)
             admission.evicted.retire(self.clock())
             if not admission.evicted.open_streams:
-                # Its place is needed, and nothing was heard of it for longer than of any other.
+                # Its place is needed, and it has been silent for longer than all others.
                 admission.evicted.go_away()
         return True
 
     def failed(self, connection: _Connection) -> None:
-        """`connection` broke the rules of HTTP/2."""
+        """Count a violation of HTTP/2 by `connection`."""
         if connection in self._connections:
             self.places.leaving(connection)
             self.cut(Cut.PROTOCOL)
@@ -963,7 +983,7 @@ class Http2Server:
 
 
 class _Crowd:
-    """Connections that were evicted or refused, told in the log once in a while."""
+    """Counts of evicted and rejected connections, which are logged periodically."""
 
     def __init__(self) -> None:
         self._evicted = 0
@@ -980,11 +1000,11 @@ class _Crowd:
         self._peer = peer
 
     def tell(self, now: Seconds) -> None:
-        """At most once in `TELL_S`, if there is something to tell."""
+        """Log the counts if there are any, at most once in `TELL_S`."""
         if not (self._evicted or self._refused) or now - self._told_at_s < TELL_S:
             return
         _log.warning(
-            "there are more connections than are served: the idlest were asked to leave",
+            "there are more connections than the limit: the idlest were asked to leave",
             evicted=self._evicted,
             refused=self._refused,
             last_peer=self._peer,
@@ -994,7 +1014,9 @@ class _Crowd:
 
 
 def _socket(host: str, port: int) -> socket.socket:
-    """Listens at `host`, on both IPv4 and IPv6 where that is everywhere. Raises `OSError`."""
+    """Return a listening socket at `host`, on both IPv4 and IPv6 if it is everywhere. Raises
+    `OSError`.
+    """
     dualstack = host == EVERYWHERE and socket.has_dualstack_ipv6()
     if host == EVERYWHERE and not dualstack:
         return socket.create_server(("", port), backlog=BACKLOG)
@@ -1013,8 +1035,9 @@ def _pieces(data: bytes) -> Sequence[bytes | memoryview]:
 
 
 def _sent(out: bytes) -> dict[int, bool]:
-    """Streams of whose messages or headers there are frames in `out`, which begins and ends with
-    one -> whether the last of them ended the stream.
+    """Return the streams of the DATA and HEADERS frames in `out`, which contains whole frames.
+
+    The value is True if the stream's last frame ended it.
     """
     found: dict[int, bool] = {}
     start, stop = 0, len(out)
@@ -1027,7 +1050,7 @@ def _sent(out: bytes) -> dict[int, bool]:
 
 
 def _goaway(last_stream_id: int, code: ErrorCode) -> bytes:
-    """The frame."""
+    """Return the bytes of a GOAWAY frame."""
     payload = last_stream_id.to_bytes(4, "big") + code.to_bytes(4, "big")
     return len(payload).to_bytes(3, "big") + bytes([_GOAWAY, 0]) + bytes(4) + payload
 
@@ -1040,7 +1063,7 @@ def _trailers(status: Status) -> tuple[tuple[bytes, bytes], ...]:
 
 
 def _percent_encoded(text: str) -> bytes:
-    """As gRPC wants it: what is not printable ASCII, and "%" itself, as %XX."""
+    """Percent-encode "%" and all bytes that are not printable ASCII, as gRPC specifies."""
     return b"".join(
         b"%c" % byte if 0x20 <= byte <= 0x7E and byte != 0x25 else b"%%%02X" % byte
         for byte in text.encode()
@@ -1048,7 +1071,7 @@ def _percent_encoded(text: str) -> bytes:
 
 
 def _timeout_s(text: bytes) -> Seconds | None:
-    """`grpc-timeout`: at most eight digits and a unit; None: there is none that can be read."""
+    """Parse `grpc-timeout`: at most eight digits and a unit. Return None if it is malformed."""
     digits, unit = text[:-1], text[-1:].decode("latin-1")
     if not digits.isdigit() or len(digits) > 8 or unit not in _UNITS_S:
         return None
@@ -1056,7 +1079,7 @@ def _timeout_s(text: bytes) -> Seconds | None:
 
 
 def _peer_of(transport: asyncio.Transport) -> str:
-    """As gRPC spells it: "ipv4:10.0.0.1:1234" or "ipv6:[fd00::1]:1234"."""
+    """Return the peer in gRPC's spelling: "ipv4:10.0.0.1:1234" or "ipv6:[fd00::1]:1234"."""
     name = transport.get_extra_info("peername")
     if not isinstance(name, tuple):
         return "unknown"

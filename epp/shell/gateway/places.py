@@ -1,9 +1,9 @@
-"""Who may be connected: as many as a picker can serve, and not all of them from one address.
+"""Limits of the number of connections, in total and for each address.
 
-Above a limit not the newest is turned away, which may be a gateway that has just been started, but
-the idlest is asked to leave: of the same address if that has as many as it may, else of the address
-that has most. Who was asked keeps its connection until its streams are over. As many again may be on
-their way out; then the newest is refused after all.
+Above a limit, the newest connection is not rejected, because it may be from a gateway that has just
+started. Instead, the idlest one is asked to leave. It is chosen from the same address if that is at
+its limit, else from the address with most connections. It stays open until its streams have ended.
+The same number of connections may be leaving at a time; beyond that the newest is rejected.
 """
 
 from collections import Counter
@@ -15,8 +15,9 @@ from epp.core.types import Seconds
 
 CONNECTIONS_MAX: Final = 1_024
 HOST_CONNECTIONS_MAX: Final = 256
-"""Of one address. An Envoy opens one for each of its threads, and behind a NAT or the proxy of a
-mesh there may be several gateways."""
+"""Maximum number of connections from one address. An Envoy opens one for each of its threads, and
+several gateways may share an address behind a NAT or a mesh proxy.
+"""
 
 
 class Guest(Protocol):
@@ -24,7 +25,7 @@ class Guest(Protocol):
 
     @property
     def host(self) -> str:
-        """The address that it comes from, without the port."""
+        """Address that it comes from, without the port."""
         ...
 
     @property
@@ -32,7 +33,7 @@ class Guest(Protocol):
 
     @property
     def heard_at_s(self) -> Seconds:
-        """When something last came from it."""
+        """Time when data last arrived from it."""
         ...
 
 
@@ -40,16 +41,16 @@ AnyGuest = TypeVar("AnyGuest", bound=Guest)
 
 
 class Admission(Struct, Generic[AnyGuest], frozen=True):
-    """Whether one more has a place, and who is to leave for it."""
+    """The decision about a new connection, and the connection that must leave for it."""
 
     admitted: bool
     evicted: AnyGuest | None = None
 
 
 class Places(Generic[AnyGuest]):
-    """Who stays, which is bounded in all and for each address, and who is leaving.
+    """The connections that stay, bounded in total and for each address, and those that are leaving.
 
-    Others leave for those who come only while fewer than may stay are leaving already.
+    A connection is evicted for a new one only while the number of leaving ones is below the limit.
     """
 
     def __init__(self, guests_max: int, host_guests_max: int) -> None:
@@ -64,7 +65,7 @@ class Places(Generic[AnyGuest]):
         return f"<Places [{self._staying_count} taken, {self._leaving_count} leaving]>"
 
     def take(self, guest: AnyGuest) -> Admission[AnyGuest]:
-        """A place for `guest`; who is evicted for it counts as leaving from here on."""
+        """Give `guest` a place. A connection that is evicted for it counts as leaving from now on."""
         idlest = None
         crowded = self._crowded(guest.host)
         if crowded is not None:
@@ -73,7 +74,7 @@ class Places(Generic[AnyGuest]):
                 or self._leaving_count >= self._guests_max
             ):
                 return Admission(admitted=False)
-            # One without a stream loses nothing.
+            # Connections without streams are evicted first, because they lose nothing.
             idlest = min(
                 self._staying[crowded], key=lambda one: (one.open_streams > 0, one.heard_at_s)
             )
@@ -83,7 +84,7 @@ class Places(Generic[AnyGuest]):
         return Admission(admitted=True, evicted=idlest)
 
     def leaving(self, guest: AnyGuest) -> None:
-        """`guest`, which has a place, was asked to leave, perhaps not for the first time."""
+        """Note that `guest`, which has a place, was asked to leave, possibly again."""
         if guest not in self._staying.get(guest.host, ()):
             return
         self._remove(guest)
@@ -91,7 +92,7 @@ class Places(Generic[AnyGuest]):
         self._leaving_count += 1
 
     def left(self, guest: AnyGuest) -> None:
-        """`guest`, which had a place, is gone."""
+        """Note that `guest`, which had a place, is closed."""
         if guest in self._staying.get(guest.host, ()):
             self._remove(guest)
             return
@@ -101,7 +102,7 @@ class Places(Generic[AnyGuest]):
             del self._leaving[guest.host]
 
     def _crowded(self, host: str) -> str | None:
-        """The address that must give up a place for one more of `host`; None: there is room."""
+        """Return the address that must give up a place for `host`, or None if there is room."""
         if len(self._staying.get(host, ())) >= self._host_guests_max:
             return host
         if self._staying_count >= self._guests_max:

@@ -1,4 +1,4 @@
-"""What gateways talk to, as one thing: ports, certificate, health, and how it ends."""
+"""The service for gateways as a whole: ports, certificate, health and drain."""
 
 import asyncio
 import contextlib
@@ -27,11 +27,13 @@ from epp.shell.supervision import Loop
 HEALTH_MESSAGE_BYTES_MAX: Final = 65_536
 CERTIFICATE_POLL_S: Final = 10.0
 STOP_S: Final = 0.5
-"""What stopping takes once nothing is left to wait for."""
+"""Time that stopping takes if nothing is left to wait for."""
 QUIET_S: Final = 1.0
-"""No gateway that would open another stream is left, if none did for this long."""
+"""Time without a new stream after which no gateway is assumed to open another one."""
 CLINGING_AGE_S: Final = 15.0
-"""Of a connection by grpcio, so that a drain has most of its time left when the last gateway goes."""
+"""Maximum age of a connection by grpcio, so that most of the drain's time is left when the last
+gateway leaves.
+"""
 CONNECTION_AGE_MIN_S: Final = 2.0
 _POLL_S: Final = 0.05
 
@@ -39,9 +41,9 @@ _log = structlog.get_logger(__name__)
 
 
 class GatewayService:
-    """Async context manager: its ports are taken inside; `start` serves, `drain` ends it.
+    """An async context manager that holds the ports; `start` serves, `drain` ends it.
 
-    `budget` is that of the bodies of all streams.
+    `budget` is the memory budget of all streams' bodies.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class GatewayService:
         lag: Lag,
         seed: int,
     ) -> None:
-        """`lag` is that of the loop, `seed` of the ages at which connections are retired."""
+        """Create the service. `lag` is that of the loop; `seed` spreads the ages of connections."""
         self._lag = lag
         self._flags = flags
         self._ages = Random(f"{seed}:connection-age")  # noqa: S311  ages, not secrets
@@ -72,7 +74,7 @@ class GatewayService:
         self._checking: Transport | None = None
 
     async def __aenter__(self) -> Self:
-        """Raises `StartError` when a port cannot be had or the certificate cannot be used."""
+        """Listen on the ports. Raises `StartError` if a port or the certificate cannot be used."""
         flags = self._flags
         async with contextlib.AsyncExitStack() as opened:
             self._certificate = _certificate(flags) if flags.secure_serving else None
@@ -92,7 +94,7 @@ class GatewayService:
         await self._opened.aclose()
 
     async def start(self) -> None:
-        """Take streams."""
+        """Accept streams."""
         for transport in self._transports():
             await transport.start()
         if self._envoy is not None:
@@ -100,16 +102,18 @@ class GatewayService:
 
     @property
     def has_gateway(self) -> bool:
-        """Whether a gateway is connected to the serving port, as far as can be known."""
+        """True if a gateway is connected to the serving port, as far as is known."""
         return self._transports()[0].has_gateway
 
     def stand_by(self, stands_by: bool) -> None:
-        """Whether gateways are to go to another replica, which leads. Who comes is served."""
+        """Start or stop asking gateways to use the leading replica; those that connect are still
+        served.
+        """
         if not self._draining:
             self._transports()[0].send_away(stands_by)
 
     def loops(self) -> dict[str, Loop]:
-        """What is to run beside it until it has drained, by the name of its task."""
+        """Return the coroutines to run until the drain has ended, by the names of their tasks."""
         loops: dict[str, Loop] = {"overdue": self._ext_proc.watch}
         for port, transport in zip(("serving", "health"), self._transports(), strict=True):
             loops |= {f"{name} ({port})": loop for name, loop in transport.loops().items()}
@@ -121,17 +125,18 @@ class GatewayService:
         return loops
 
     def connected(self) -> Connected | None:
-        """How it is with the connections of gateways; None: it is not known."""
+        """Return the state of the gateways' connections, or None if it is unknown."""
         return self._serving.connected() if self._serving is not None else None
 
     async def drain(self, hurry: asyncio.Event) -> None:
-        """Not ready; for `drain_grace` as before; then end what can end, and stop when it is quiet.
+        """Drain: become not ready, serve on for `drain_grace`, end bypassed streams, and stop when
+        quiet.
 
-        A server that stops refuses whatever reaches it, also what was under way when the gateway
-        was told so. So streams are served until no gateway opens one any more: it has seen that we
-        are not ready, it was told to connect elsewhere, or its connection has come of age. An
-        Envoy beside us goes when we do: its clients are sent away, and it is waited for too. `hurry`
-        cuts it short.
+        A server that stops refuses all streams that reach it, including those that were under way
+        when the gateway was notified. Streams are therefore served until no gateway opens one any
+        more. By then it has seen that this picker is not ready, was asked to connect elsewhere, or
+        its connection reached its maximum age. An Envoy beside this picker stops together with it:
+        its clients are sent away, and its requests are awaited too. `hurry` cuts the drain short.
         """
         serving, _ = self._transports()
         flags = self._flags
@@ -149,11 +154,11 @@ class GatewayService:
                 break
             await _wait(hurry, _POLL_S)
         stopping = asyncio.create_task(serving.stop(STOP_S), name="stop")
-        # What is ending may still say so.
+        # Streams that are ending may still send their last messages.
         await asyncio.wait({stopping}, timeout=STOP_S / 2)
         cut = self._ext_proc.open_streams
         if self._envoy is not None:
-            # Of those that bypass us no stream is left.
+            # Bypassed requests have no stream here, so Envoy's count is used.
             cut = max(cut, self._envoy.active_requests)
         if cut:
             self._observer.drain_cut(cut)
@@ -165,13 +170,13 @@ class GatewayService:
         return self._envoy is None or await self._envoy.idle_for_s() >= QUIET_S
 
     def _transports(self) -> tuple[Transport, Transport]:
-        """That of the serving port, and that of the health port."""
+        """Return the transports of the serving port and of the health port."""
         assert self._serving is not None, "the ports are taken"
         assert self._checking is not None, "the ports are taken"
         return self._serving, self._checking
 
     def _transport(self, methods: Mapping[str, Opener], message_bytes_max: int) -> Transport:
-        # Imported where it is needed: gRPC takes 15 MB.
+        # Transports are imported on demand, because gRPC takes 15 MB.
         if self._flags.transport is TransportName.NGH2:
             from epp.shell.gateway.http2 import Http2Server, Http2Settings  # noqa: PLC0415
 
@@ -205,7 +210,7 @@ async def _listen(
     *,
     certificate: ServerCertificate | None = None,
 ) -> None:
-    """Take the `port` that `flag` names, at `address`. Raises `StartError` if it cannot be."""
+    """Listen on `port` at `address`; `flag` names the port in errors. Raises `StartError`."""
     try:
         await transport.listen(address, port, certificate)
     except OSError as error:
@@ -213,7 +218,7 @@ async def _listen(
 
 
 def _certificate(flags: ServeFlags) -> ServerCertificate:
-    """As the flags say. Raises `StartError`."""
+    """Return the certificate of the flags. Raises `StartError`."""
     directory = Path(flags.cert_path) if flags.cert_path else None
     client_ca = Path(flags.client_ca_file) if flags.client_ca_file else None
     flag = "--client-ca-file"
@@ -226,7 +231,9 @@ def _certificate(flags: ServeFlags) -> ServerCertificate:
 
 
 def _connection_age_max_s(flags: ServeFlags) -> float | None:
-    """Young enough that a gateway which clings to its connection leaves within a drain."""
+    """Return a maximum age with which every gateway reconnects within a drain, or None for no
+    limit.
+    """
     age_s = flags.connection_age_max or math.inf
     if flags.drain_timeout:
         within_s = min(CLINGING_AGE_S, flags.drain_timeout / 2)
@@ -235,7 +242,7 @@ def _connection_age_max_s(flags: ServeFlags) -> float | None:
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    """Until `event` or for `timeout_s`, whichever is first."""
+    """Wait until `event` or for `timeout_s`, whichever is first."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), timeout_s)
 

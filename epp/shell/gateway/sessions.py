@@ -1,4 +1,4 @@
-"""Makes the session of each stream, by the settings that are in force when it opens."""
+"""Creation of the session of each stream, with the settings in force when it opens."""
 
 from functools import partial
 from random import Random
@@ -14,7 +14,9 @@ from epp.shell.found import Found
 
 
 class Sessions:
-    """`open` is what `ExtProc` calls; `settings` changes for streams that open later."""
+    """A factory whose `open` is called by `ExtProc`; new `settings` apply to streams that open
+    later.
+    """
 
     def __init__(
         self,
@@ -26,7 +28,10 @@ class Sessions:
         seed: int,
         resolver: Resolver | None = None,
     ) -> None:
-        """`budget` of all streams; `seed` of the names of requests that have none, and of rewrites."""
+        """Create the factory. `budget` is shared by all streams.
+
+        `seed` determines generated request ids and the choices of model rewrites.
+        """
         self._scheduler = scheduler
         self._observer = observer
         self._budget = budget
@@ -36,16 +41,18 @@ class Sessions:
         self.settings = settings
 
     def configure(self, parsers: ParserSet, resolver: Resolver | None = None) -> None:
-        """The document names other parsers, or what requests wait for."""
+        """Use the parsers of a new configuration, and its resolver for requests that wait."""
         self.settings = msgspec.structs.replace(self.settings, parsers=parsers)
         self._resolver = resolver
 
     def pass_from(self, bytes_: int | None) -> None:
-        """Memory is scarce: bodies of so many bytes are routed unread; None: it is not."""
+        """Route bodies from so many bytes on without reading them while memory is scarce; None for
+        no limit.
+        """
         self.settings = msgspec.structs.replace(self.settings, pass_from_bytes=bytes_)
 
     def know(self, found: Found) -> None:
-        """Discovery found other objectives or rewrites."""
+        """Use the objectives and rewrites that discovery found."""
         self.settings = msgspec.structs.replace(
             self.settings,
             priorities=found.objectives,
@@ -55,7 +62,7 @@ class Sessions:
         )
 
     def open(self, gateway: Gateway) -> Session:
-        """The session of one more stream of `gateway`."""
+        """Return the session of a new stream of `gateway`."""
         return Session(
             self._scheduler,
             self.settings,

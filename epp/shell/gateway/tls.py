@@ -1,7 +1,8 @@
-"""The certificate that gateways are shown, and whose it wants to see.
+"""The picker's TLS certificate, and the authorities that must sign gateways' certificates.
 
-Ours is made in memory, or read and re-read from files. A certificate of the gateway is asked for
-only where a file tells who may sign it. Gateways do not verify the picker's certificate by default.
+The certificate is generated in memory, or read from files and reloaded. A gateway must present a
+certificate only if a file names the authorities. Gateways do not verify the picker's certificate by
+default.
 """
 
 import asyncio
@@ -32,22 +33,22 @@ from epp.shell.supervision import forever
 
 CERTIFICATE_FILE: Final = "tls.crt"
 KEY_FILE: Final = "tls.key"
-"""As Kubernetes names them in a TLS secret."""
+"""File names of a Kubernetes TLS secret."""
 PEM_BYTES_MAX: Final = 1 << 20
 SELF_SIGNED_DAYS: Final = 3650
 HANDSHAKE_S_MAX: Final = 10.0
-"""A connection that has not shown its certificate by then is closed; it has no place yet."""
+"""Maximum time of a TLS handshake; a slower connection is closed and has no place yet."""
 
 
 class CertificatePair(Struct, frozen=True):
-    """PEM: a chain, leaf first, and the private key of the leaf."""
+    """A certificate chain, leaf first, and the private key of the leaf, both as PEM."""
 
     certificate_chain: bytes
     private_key: bytes
 
 
 def self_signed(host_name: str, now: dt.datetime) -> CertificatePair:
-    """A P-256 certificate for localhost and `host_name`, valid for ten years from `now`."""
+    """Return a P-256 certificate for localhost and `host_name`, valid for ten years from `now`."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "homing")])
     names = [x509.DNSName(dns_name) for dns_name in dict.fromkeys(("localhost", host_name))]
@@ -58,7 +59,7 @@ def self_signed(host_name: str, now: dt.datetime) -> CertificatePair:
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        # Clocks of a cluster differ: a minute early is valid everywhere at once.
+        # The validity begins a minute early, because clocks in a cluster differ.
         .not_valid_before(now - dt.timedelta(minutes=1))
         .not_valid_after(now + dt.timedelta(days=SELF_SIGNED_DAYS))
         .add_extension(x509.SubjectAlternativeName([*names, *addresses]), critical=False)
@@ -72,14 +73,16 @@ def self_signed(host_name: str, now: dt.datetime) -> CertificatePair:
 
 
 def read_pair(directory: Path) -> CertificatePair:
-    """Read and check `tls.crt` and `tls.key`. Raises `ValueError`, one sentence, if unusable."""
+    """Read and check `tls.crt` and `tls.key`. Raises `ValueError`, one sentence, if they are
+    unusable.
+    """
     pair = CertificatePair(_read(directory / CERTIFICATE_FILE), _read(directory / KEY_FILE))
     check_pair(pair, directory)
     return pair
 
 
 def check_pair(pair: CertificatePair, directory: Path) -> None:
-    """Raises `ValueError` when either does not parse, or the key is not the certificate's."""
+    """Raise `ValueError` if a part does not parse, or the key does not match the certificate."""
     try:
         leaf = x509.load_pem_x509_certificates(pair.certificate_chain)[0]
     except ValueError as problem:
@@ -101,7 +104,9 @@ def check_pair(pair: CertificatePair, directory: Path) -> None:
 
 
 def read_authorities(path: Path) -> bytes:
-    """Read PEM certificates that may sign others. Raises `ValueError`, one sentence, if unusable."""
+    """Read PEM certificates of authorities. Raises `ValueError`, one sentence, if they are
+    unusable.
+    """
     content = _read(path)
     try:
         x509.load_pem_x509_certificates(content)
@@ -122,9 +127,10 @@ def _read(path: Path) -> bytes:
 
 
 class ServerCertificate:
-    """What new connections are shown and asked for.
+    """The certificate presented to new connections, and the authorities that their certificates
+    need.
 
-    Keep it for as long as the server lives: it is asked at every handshake.
+    The object must live as long as the server, because it is used at every handshake.
     """
 
     def __init__(
@@ -134,10 +140,10 @@ class ServerCertificate:
         client_ca: Path | None = None,
         client_authorities: bytes | None = None,
     ) -> None:
-        """`directory` is where newer pairs may appear; None: never.
+        """Create the certificate. New pairs are read from `directory`; None for never.
 
-        With `client_authorities`, PEM, clients must show a certificate that one of them signed;
-        `client_ca` is the file where newer ones may appear.
+        With `client_authorities`, as PEM, clients must present a certificate that one of them
+        signed; `client_ca` is the file from which it is reloaded.
         """
         self._directory = directory
         self._client_ca = client_ca
@@ -153,7 +159,9 @@ class ServerCertificate:
         client_ca: Path | None = None,
         client_authorities: bytes | None = None,
     ) -> "ServerCertificate":
-        """From `directory`, or self-signed. Raises `ValueError` if the files are unusable."""
+        """Return the certificate in `directory`, or a self-signed one. Raises `ValueError` if the
+        files are unusable.
+        """
         if directory is None:
             pair = self_signed(socket.gethostname(), dt.datetime.now(dt.UTC))
         else:
@@ -162,21 +170,23 @@ class ServerCertificate:
 
     @property
     def pair(self) -> CertificatePair:
-        """What new connections are shown."""
+        """Pair presented to new connections."""
         return self._pair
 
     @property
     def authorities(self) -> bytes | None:
-        """Who must have signed the certificate of a gateway, PEM; None: it needs none."""
+        """Authorities, as PEM, that must sign the certificate of a gateway; None if it needs no
+        certificate.
+        """
         return self._authorities
 
     def ssl_context(self) -> ssl.SSLContext:
-        """For one listener: it shows new connections what is in force when they come."""
+        """Return the context of one listener; new connections get the certificate that is in force."""
         listening = _ssl_context(self._pair, self._authorities)
         self._context = listening
 
         def choose(connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
-            # Called at each handshake, whether or not the client names a server.
+            # Python calls this at each handshake, whether or not the client names a server.
             assert self._context is not None
             connection.context = self._context
 
@@ -184,9 +194,9 @@ class ServerCertificate:
         return listening
 
     def reload(self) -> bool:
-        """Take what has changed in the files; true if anything has.
+        """Load changed files and return whether anything changed.
 
-        Raises `ValueError` if one of them is unusable; then the last good ones stay in force.
+        Raises `ValueError` if one of them is unusable; the last good ones then stay in force.
         """
         pair = self._pair if self._directory is None else read_pair(self._directory)
         authorities = self._authorities
@@ -202,8 +212,8 @@ class ServerCertificate:
     async def watch(self, interval_s: float, report: Callable[[str, bool], None]) -> None:
         """Reload every `interval_s` until cancelled.
 
-        `report(sentence, good)` is called once for each pair taken, and once for each new reason
-        why one was not; a reason that stays the same is not repeated.
+        `report(sentence, good)` is called once for each loaded pair, and once for each new reason
+        why one was rejected. An unchanged reason is not repeated.
         """
         watched = [str(path) for path in (self._directory, self._client_ca) if path is not None]
         if not watched:
@@ -223,15 +233,18 @@ class ServerCertificate:
 
 
 def _ssl_context(pair: CertificatePair, authorities: bytes | None) -> ssl.SSLContext:
-    """Shows `pair`, speaks HTTP/2 only, and asks for a certificate of `authorities`."""
+    """Return a context that presents `pair`, speaks HTTP/2 only, and requires a certificate of
+    `authorities`.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["h2"])
-    # A session that is resumed shows no certificate, so it would outlive the authority that vouched
-    # for it. Gateways connect seldom: a whole handshake each time is what they can afford.
+    # Session resumption is off, because a resumed session presents no certificate and would outlive
+    # its authority. Gateways connect seldom and can afford full handshakes.
     context.options |= ssl.OP_NO_TICKET
     context.num_tickets = 0
-    # Python takes them from files only. Nobody else can open these, and they are gone at once.
+    # Python loads certificates from files only. Only this user can read these, and they are deleted
+    # at once.
     with tempfile.TemporaryDirectory(prefix="homing-") as folder:
         chain, key = Path(folder) / CERTIFICATE_FILE, Path(folder) / KEY_FILE
         for file, content in ((chain, pair.certificate_chain), (key, pair.private_key)):

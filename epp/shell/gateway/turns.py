@@ -1,8 +1,8 @@
-"""Turns of connections that have more to do than one of them may do at a time.
+"""Turns for connections that have more work than they may do at a time.
 
-The loop is everybody's: scrapes, health and pages run on it too. So what a connection has brought is
-worked off in turns that are bounded by messages and by time, one connection after the other; after a
-round, and after `PASS_S_MAX`, the loop serves the others.
+The event loop also serves scrapes, health checks and pages. The work of a connection is therefore
+done in turns, which are bounded by messages and by time, round robin between connections. After a
+round, and after `PASS_S_MAX`, the loop serves other tasks.
 """
 
 import asyncio
@@ -13,16 +13,17 @@ from typing import Final, Protocol
 from epp.core.types import Seconds
 
 TURN_STEPS_MAX: Final = 128
-"""Messages, and frames that are none."""
+"""Maximum number of messages, and of other frames, in a turn."""
 TURN_S_MAX: Final = 0.002
-"""Some dozens of ordinary messages; what one message takes is bounded elsewhere, and it is not
-interrupted."""
+"""Maximum time of a turn: some dozens of ordinary messages. A single message is bounded elsewhere
+and not interrupted.
+"""
 PASS_S_MAX: Final = 0.010
-"""Of all connections together between two turns of the loop."""
+"""Maximum time of all connections' turns together between two iterations of the loop."""
 
 
 class Turn:
-    """What is left of one turn; over until it is `begin`ned."""
+    """The remaining budget of one turn, which is used up until `begin` is called."""
 
     __slots__ = ("_clock", "_left", "_until_s")
 
@@ -36,7 +37,7 @@ class Turn:
         self._until_s = self._clock() + TURN_S_MAX
 
     def take(self) -> bool:
-        """Whether one more step may be taken."""
+        """Take one more step of the turn; return False if none is left."""
         if self._left <= 0 or self._clock() >= self._until_s:
             return False
         self._left -= 1
@@ -44,15 +45,15 @@ class Turn:
 
 
 class Taking(Protocol):
-    """Who takes turns."""
+    """A participant that takes turns."""
 
     def turn(self) -> bool:
-        """Do something; true: there is more to do. Bounded by a `Turn`."""
+        """Do some work, bounded by a `Turn`, and return whether more remains."""
         ...
 
 
 class Turns:
-    """Gives those that are `due` their turns, round and round, in the order in which they came."""
+    """A scheduler of turns, round robin, in the order in which participants became due."""
 
     def __init__(self, clock: Callable[[], Seconds]) -> None:
         self._clock = clock
@@ -64,11 +65,11 @@ class Turns:
 
     @property
     def idle(self) -> bool:
-        """Nobody waits: who has something to do may begin at once."""
+        """True if no participant waits, so that a new one may begin at once."""
         return not self._due
 
     def due(self, taking: Taking) -> None:
-        """`taking`, which is not due yet, has something to do."""
+        """Schedule turns for `taking`, which is not scheduled yet."""
         self._due.append(taking)
         self._call()
 
@@ -88,6 +89,6 @@ class Turns:
                 if self._clock() >= until_s:
                     break
         finally:
-            # Also where a turn failed: the others wait for theirs.
+            # The others get their turns even if one failed.
             if self._due:
                 self._call()

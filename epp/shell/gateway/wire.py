@@ -1,20 +1,21 @@
-"""Reads the messages that dominate from their bytes, and leaves what is unusual to protobuf.
+"""A fast reader of the most frequent messages, which leaves unusual ones to protobuf.
 
-To parse a message takes protobuf a microsecond; to ask it for each header takes ten. So the phase of
-a message, which every library writes first, is read here, in the one layout that gateways use:
+Protobuf parses a message in a microsecond, but takes ten to return each header. This module
+therefore reads the phase of a message, which every library writes first, in the one layout that
+gateways use:
 
-    request headers 2, response headers 3, trailers 6 and 7:
-        headers 1 { headers 1 { key 1, raw_value 3 or value 2 } * }, end_of_stream 3
-    request body 4, response body 5:
-        body 1, end_of_stream 2
+  request headers 2, response headers 3, trailers 6 and 7:
+    headers 1 { headers 1 { key 1, raw_value 3 or value 2 } * }, end_of_stream 3
+  request body 4, response body 5:
+    body 1, end_of_stream 2
 
-Another number, order or type of a field, a field that comes twice, a text that is not UTF-8, a length
-that leads out of what it is in or is spelt in more bytes than these: the whole message goes to
-`codec.decode`, which accepts or refuses it. What follows the phase (attributes, metadata, modes) goes
-to protobuf in any case: it is a message of its own, because two messages one behind the other are
-to protobuf one that has the fields of both.
+A message is unusual if a field has another number, order or type, or occurs twice; if a text is not
+UTF-8; or if a length exceeds its container or has more bytes than necessary. The whole message then
+goes to `codec.decode`, which accepts or rejects it. The part after the phase (attributes, metadata,
+modes) always goes to protobuf. It is a valid message by itself, because protobuf treats two
+concatenated messages as one with the fields of both.
 
-So no message is read that protobuf would refuse, and none is read otherwise than it would.
+The reader therefore accepts no message that protobuf would reject, and reads none differently.
 """
 
 from collections import deque
@@ -48,16 +49,17 @@ from epp.shell.gateway.ext_proc_messages import ProcessingRequest
 HEADERS_KEPT_MAX: Final = 1_024
 NAMES_KEPT_MAX: Final = 1_024
 OPENINGS_KEPT_MAX: Final = 4
-"""The decoder recognises the first headers of so many kinds of clients together."""
+"""Number of kinds of clients whose first headers the decoder recognises as a whole."""
 OPENING_BYTES_MAX: Final = 2_048
 MODES_KEPT_MAX: Final = 64
 MODES_KEPT_BYTES_MAX: Final = 32
-"""What follows a phase is as a rule two body modes, in four or six bytes."""
+"""Maximum length of the cached part after a phase, usually two body modes in four or six bytes."""
 
 VIEWED_BYTES_MIN: Final = 4_096
-"""From this length on a piece of a request body is a view of its message, if nothing follows it there.
-That saves a copy. A view and the rest of the message take about 350 bytes of memory, so shorter pieces
-are copied."""
+"""Minimum length from which a chunk of a request body is a view of its message, if nothing follows
+it. A view saves a copy. A view and the rest of the message take about 350 bytes, so shorter chunks
+are copied.
+"""
 
 _Kept = TypeVar("_Kept")
 
@@ -71,8 +73,9 @@ _REPEATED: Final = frozenset(
         *("x-stainless-runtime-version", "x-envoy-expected-rq-timeout-ms"),
     }
 )
-"""Headers whose values many requests share and nobody keeps secret: these are kept as they were read.
-Any other would push them out, and might be a credential."""
+"""Headers whose values many requests share and that are not secret; their parsed form is cached.
+Other headers would displace them, and might be credentials.
+"""
 
 _BODIES: Final = frozenset({4 << 3 | 2, 5 << 3 | 2})
 _FIRST: Final = 1 << 3 | 2
@@ -81,54 +84,54 @@ _HEADERS_END: Final = b"\x18\x01"
 _BODY_ENDS: Final = b"\x10\x01"
 
 _LONG: Final = 0x80
-"""A byte from here on is not the last one of its integer."""
+"""A byte from this value on is not the last one of its integer."""
 _COUNTED: Final = range(HEADERS_MAX)
 
 
 class Unscanned(StrEnum):
-    """In which part of a message something unusual is."""
+    """The part of a message that is unusual."""
 
     FIRST_FIELD = "first-field"
-    """It does not begin with a phase."""
+    """The message does not begin with a phase."""
     HEADERS = "headers"
-    """Trailers included."""
+    """The headers or trailers are unusual."""
     BODY = "body"
 
 
 class _Opening(Struct, frozen=True, eq=False):
-    """The first headers of messages of one kind of client, none of which is a secret."""
+    """The first headers of messages of one kind of client, none of which is secret."""
 
     spelled: bytes
     """The headers as the message spells them."""
     headers: dict[str, str]
     counted: range
-    """Counts the headers that may follow them."""
+    """Range that counts the headers that may follow."""
 
 
 _NO_OPENING: Final = _Opening(b"", {}, _COUNTED)
 
 
 class _UnusualError(Exception):
-    """To be left to protobuf."""
+    """The message is left to protobuf."""
 
 
 class Decoder:
-    """Reads each message in the way that suits it, and counts which one that was.
+    """A decoder that reads each message in the fastest way, and counts the ways.
 
-    One serves any number of streams. It keeps what it read of headers that come again and again.
+    One decoder serves any number of streams. It caches frequently repeated headers.
     """
 
     def __init__(self) -> None:
         self.scanned = 0
         """Messages that were read here."""
         self.fallbacks = dict.fromkeys(Unscanned, 0)
-        """Messages that were left to protobuf, the malformed ones included."""
+        """Messages that were left to protobuf, including malformed ones."""
         self.first_reason: Unscanned | None = None
-        """Why the first of them was."""
+        """Unusual part of the first of them, or None."""
         self._reported: tuple[bool, Unscanned | None] = False, None
         self._headers_kept: dict[bytes, tuple[str, str]] = {}
         self._openings: deque[_Opening] = deque(maxlen=OPENINGS_KEPT_MAX)
-        """The latest first."""
+        """Openings, the latest first."""
         self._names_kept: dict[bytes, str] = {}
         self._modes_kept: dict[bytes, BodyModes] = {}
         self._readers: Mapping[int, Callable[[bytes], Event]] = {
@@ -141,7 +144,7 @@ class Decoder:
         }
 
     def decode(self, message: bytes) -> Event:
-        """As `codec.decode`, errors included."""
+        """Return the event of a message like `codec.decode`, including its errors."""
         try:
             event = self._readers[message[0]](message)
         except (_UnusualError, LookupError, UnicodeDecodeError, DecodeError):
@@ -158,17 +161,17 @@ class Decoder:
         self.first_reason = self.first_reason or reason
 
     def paths(self) -> dict[str, int]:
-        """How many messages were read in which way."""
+        """Return the number of messages by the way in which they were read."""
         return {"scan": self.scanned, "protobuf": sum(self.fallbacks.values())}
 
     def report(self) -> str | None:
-        """A sentence when the first message was scanned, and when the first one was not; or None."""
+        """Return a sentence after the first scanned and the first unusual message, or None."""
         state = self.scanned > 0, self.first_reason
         if state == self._reported:
             return None
         told, self._reported = self._reported, state
         if state[1] is not told[1]:
-            return f"a message is left to protobuf: its {state[1]} is unusual"
+            return f"a message is left to protobuf because its {state[1]} is unusual"
         return "messages are scanned"
 
     def _request_headers(self, message: bytes) -> Event:
@@ -187,7 +190,7 @@ class Decoder:
             return RequestBody(message[start:stop], ends, subset_of(_beside(message, at)))
         if ends or stop - start < VIEWED_BYTES_MIN:
             return RequestBody(message[start:stop], ends)
-        # The session copies the piece when it joins the pieces of the body.
+        # The session copies the chunk when it joins the chunks of the body.
         return RequestBody(memoryview(message)[start:stop], ends)
 
     def _response_body(self, message: bytes) -> Event:
@@ -204,14 +207,16 @@ class Decoder:
         return ResponseTrailers()
 
     def _behind_trailers(self, message: bytes) -> Any:
-        """They themselves are of no interest, but must be some."""
+        """Check the trailers, whose content is not used, and return the part after them."""
         _, ends, at = self._headers(message)
         if ends:
             raise _UnusualError
         return _beside(message, at)
 
     def _headers(self, message: bytes) -> tuple[dict[str, str], bool, int]:
-        """The headers of a message that begins with them, whether they end it, where they do."""
+        """Return the headers at the beginning of a message, whether they end the stream, and where
+        they end.
+        """
         if len(message) > BESIDE_BODY_BYTES_MAX:
             raise _UnusualError
         at = 2
@@ -237,7 +242,9 @@ class Decoder:
         raise _UnusualError
 
     def _header_map(self, message: bytes, at: int, stop: int) -> dict[str, str]:
-        """The headers from `at` to `stop`. Each passes here, so those that came before at once."""
+        """Return the headers from `at` to `stop`, with repeated headers from the cache, because
+        every message passes here.
+        """
         kept, names = self._headers_kept, self._names_kept
         begin, opening = at, _NO_OPENING
         for known in self._openings:
@@ -263,7 +270,8 @@ class Decoder:
                 headers[pair[0]] = pair[1]
                 continue
             if known_to:
-                # The first header that is not kept ends the opening, if it is longer than the one known.
+                # The first header that is not cached ends the opening, if it is longer than the
+                # known one.
                 if field_at > known_to:
                     self._learn_opening(message[begin:field_at], headers, _COUNTED[count:])
                 known_to = 0
@@ -272,7 +280,7 @@ class Decoder:
             if length >= _LONG or header[0] != _FIRST:
                 raise _UnusualError
             value_start = name_stop
-            # An empty value is not written.
+            # An empty value is omitted from the message.
             if name_stop != len(header):
                 if header[name_stop] not in _VALUES:
                     raise _UnusualError
@@ -292,7 +300,7 @@ class Decoder:
         return headers
 
     def _learn_opening(self, spelled: bytes, headers: dict[str, str], counted: range) -> None:
-        """Keep the headers with which a message began and which were all known."""
+        """Cache the known headers at the beginning of a message as an opening."""
         if len(spelled) <= OPENING_BYTES_MAX:
             self._openings.appendleft(_Opening(spelled, headers.copy(), counted))
 
@@ -302,7 +310,7 @@ class Decoder:
         return name
 
     def _modes(self, message: bytes, at: int) -> tuple[BodyModes | None, Any]:
-        """What follows at `at`: the modes, and where the rest is to be read if there is more."""
+        """Return the modes after `at`, and the parsed rest if there is more than modes."""
         if at == len(message):
             return None, None
         rest = message[at:]
@@ -321,11 +329,12 @@ class Decoder:
 
 
 def _body(message: bytes) -> tuple[int, int, bool, int]:
-    """Find the body with which a message begins.
+    """Find the body at the beginning of a message.
 
-    Returns where the body begins and ends, whether it ends its stream, and where the phase ends.
+    Return the start and end of the body, whether it ends its stream, and the end of the phase.
     """
-    # Lengths of one and of two bytes are read without a call: every chunk of a response passes here.
+    # Lengths of one and two bytes are read without a call, because every chunk of a response passes
+    # here.
     at, length = 2, message[1]
     if length >= _LONG:
         second = message[2]
@@ -351,7 +360,7 @@ def _body(message: bytes) -> tuple[int, int, bool, int]:
 
 
 def _beside(message: bytes, at: int) -> Any:
-    """What follows the phase, which ends at `at`."""
+    """Return the part of the message after the phase, which ends at `at`."""
     if len(message) - at > BESIDE_BODY_BYTES_MAX:
         raise _UnusualError
     beside = ProcessingRequest.FromString(message[at:])
@@ -362,9 +371,10 @@ def _beside(message: bytes, at: int) -> Any:
 
 
 def _long(message: bytes, at: int) -> tuple[int, int]:
-    """Where the integer at `at` ends, which has two to four bytes, and what it is.
+    """Return the end and the value of the integer at `at`, which has two to four bytes.
 
-    Without a loop: a body has two of them. Four bytes are 256 MB, more than a server takes.
+    The code has no loop, because a body has two of these. Four bytes are 256 MB, more than a server
+    accepts.
     """
     first, second = message[at], message[at + 1]
     length = first & 0x7F | (second & 0x7F) << 7
@@ -381,7 +391,7 @@ def _long(message: bytes, at: int) -> tuple[int, int]:
 
 
 def _keep(kept: dict[bytes, _Kept], key: bytes, value: _Kept, most: int) -> None:
-    """When there is no more room all are forgotten: what comes again is soon there again."""
+    """Cache a value. A full cache is cleared, because frequent values return soon."""
     if len(kept) >= most:
         kept.clear()
     kept[key] = value

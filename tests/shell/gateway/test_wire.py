@@ -434,7 +434,7 @@ def test_which_path_is_taken_is_reported_once():
     assert decoder.report() is None
     for _ in range(2):
         decoder.decode(gw.request_body(b"x") * 2)
-    assert decoder.report() == "a message is left to protobuf: its body is unusual"
+    assert decoder.report() == "a message is left to protobuf because its body is unusual"
     decoder.decode(gw.request_headers({"é": "x"}))
     assert decoder.report() is None
     assert decoder.fallbacks[Unscanned.HEADERS] == 1

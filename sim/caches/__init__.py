@@ -1,1 +1,1 @@
-"""What engines other than vLLM keep of prompts: a small file for each way."""
+"""Cache behaviours of engines other than vLLM, one module each."""

@@ -1,4 +1,4 @@
-"""What a way to keep prompts is made of, and what all but one of them share."""
+"""The interface of cache behaviours, and the code that most of them share."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Final, TypeAlias
@@ -12,8 +12,8 @@ from sim.engine.prompt_cache import Found, PromptCache
 from sim.engine.request import EngineRequest, PromptParts
 
 PCIE_5_X16_BYTES_PER_S: Final = 63e9
-"""32 GT/s * 16 lanes * 128/130 / 8 bits: what a card's slot carries one way at most, an H100's too.
-Copies reach less; so what is restored through it takes no less than is told here."""
+"""Peak speed of a PCIe 5.0 slot with 16 lanes in one direction: 32 GT/s * 16 * 128/130 / 8 bits. An
+H100 has such a slot. Real copies are slower, so restoring takes at least the time computed here."""
 
 NOTHING: Final = Found()
 
@@ -21,26 +21,27 @@ Bytes: TypeAlias = Annotated[int, Meta(ge=0, le=10**15)]
 BytesPerSecond: TypeAlias = Annotated[float, Meta(ge=1e6, le=1e15)]
 Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=10**9)]
 Slots: TypeAlias = Annotated[int, Meta(ge=1, le=1024)]
-"""Of parameters: nobody means what is outside."""
+"""Number of slots; the limits exclude implausible values."""
 Stores: TypeAlias = dict[str, Any]
-"""What the pods of a pool have in common, by a name that says what fits together."""
+"""Stores that the pods of a pool share, by a name that is equal for compatible stores."""
 
 
 class CacheBehaviour(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One way to keep prompts; its fields are its parameters.
+    """A cache behaviour; its fields are its parameters.
 
-    A subclass says `frozen=True` again, which only type checkers need.
+    Subclasses repeat `frozen=True`, which only type checkers need.
     """
 
     type_name: ClassVar[str]
-    """As `--cache` names it."""
+    """Name of the behaviour in `--cache`."""
 
     def open(
         self, profile: Profile, settings: EngineSettings, before: PromptCache | None
     ) -> PromptCache:
-        """An empty cache for one engine. `before`: that of the last process in the same place.
+        """Return an empty cache for one engine; `before` is the cache of the previous process in
+        the same place.
 
-        The profile knows its `kv_bytes_per_token`.
+        The profile must have `kv_bytes_per_token`.
         """
         raise NotImplementedError
 
@@ -51,46 +52,46 @@ class CacheBehaviour(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         settings: EngineSettings,
         before: PromptCache | None,
     ) -> PromptCache:
-        """As `open`, among pods that have `stores` in common."""
+        """Return a cache like `open`, for pods that share `stores`."""
         return self.open(profile, settings, before)
 
     def kv_tokens(self, profile: Profile) -> int:
-        """What is left of the engine's KV cache for the requests that run."""
+        """Return the tokens of the engine's KV cache that remain for running requests."""
         return profile.kv_tokens
 
     def request_tokens_max(self, settings: EngineSettings) -> int:
-        """Prompt and answer of one request together."""
+        """Return the maximum tokens of prompt and answer of one request."""
         return settings.kv_tokens
 
 
 class UnhashedPool(BlockPool):
-    """Blocks for the requests that run, in which nothing is found again.
+    """A pool of blocks for running requests, without hits.
 
-    What a request brings from elsewhere is copied into blocks of its own.
+    Cached data of a request is copied into blocks of its own.
     """
 
     def match(self, keys: Sequence[int], ends: Sequence[int], blocks_max: int) -> tuple[int, int]:
-        """Nothing."""
+        """Return no hit."""
         return 0, 0
 
     def register(
         self, holding: Holding, keys: Sequence[int], ends: Sequence[int], upto: int
     ) -> None:
-        """Nothing to be done: no block has a hash."""
+        """Do nothing, because no block has a hash."""
 
     def extend(self, holding: Holding, keys: Sequence[int], ends: Sequence[int], upto: int) -> bool:
-        """Likewise."""
+        """Do nothing, because no block has a hash."""
         return True
 
 
 def parts_of(request: EngineRequest) -> PromptParts:
-    """Those of a request, which whoever has such an engine tells it."""
+    """Return the parts of a request, which engines with a prompt cache must have."""
     assert request.parts is not None, "an engine with a prompt cache is told the parts of prompts"
     return request.parts
 
 
 class Stored(Struct, eq=False):
-    """The first `parts` parts of a request, kept as one piece."""
+    """The first `parts` parts of a request, stored as one piece."""
 
     text: PromptParts
     parts: int
@@ -104,7 +105,9 @@ class Stored(Struct, eq=False):
         return self.text.ends[self.parts - 1]
 
     def begins(self, prompt: PromptParts) -> bool:
-        """Whether a prompt begins with all of it, and it ends where a part of the prompt does."""
+        """Return whether a prompt begins with all of it, and it ends at the end of a part of the
+        prompt.
+        """
         at = self.parts - 1
         return (
             self.parts <= prompt.messages
@@ -113,7 +116,7 @@ class Stored(Struct, eq=False):
         )
 
     def shared_tokens(self, prompt: PromptParts) -> int:
-        """How many tokens from the beginning it has in common with a prompt."""
+        """Return how many tokens from the beginning it shares with a prompt."""
         shared = 0
         ours = zip(self.text.keys[: self.parts], self.text.ends, strict=False)
         theirs = zip(prompt.keys[: prompt.messages], prompt.ends, strict=False)

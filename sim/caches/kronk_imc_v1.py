@@ -1,4 +1,4 @@
-"""Kronk's incremental message cache of early 2026: a conversation in each slot."""
+"""Kronk's incremental message cache of early 2026: one conversation in each slot."""
 
 from typing import ClassVar
 
@@ -15,50 +15,58 @@ from sim.engine.request import EngineRequest
 
 
 class KronkImcV1(CacheBehaviour, frozen=True):
-    """Kronk's manual, chapter 5.3 (IMC): every request runs in a slot, and its messages stay there.
+    """The incremental message cache (IMC) of Kronk's manual, chapter 5.3: each request runs in a
+    slot that keeps its messages.
 
-    A slot keeps all messages of a prompt but the last. The request gets, in this order: the slot
-    with the most messages that all begin its prompt; the one that shares the longest head of at
-    least `cache_min_tokens` and has no more messages than the prompt, its other tokens trimmed; an
-    empty one; the one that was used longest ago, emptied. A slot whose messages are being computed
-    is pending and passed over. Each slot has an equal share of the KV cache.
+    A slot keeps all messages of a prompt except the last. A request gets the first available slot
+    of this list:
+    - the slot with the most messages that all begin its prompt;
+    - the slot that shares the longest head of at least `cache_min_tokens` and has at most as many
+      messages as the prompt; its other tokens are trimmed;
+    - an empty slot;
+    - the least recently used slot, which is emptied.
 
-    The manual does not say, and here it is so: a request waits for the slot with its messages while
-    that generates, and nobody overtakes it, unless `waits` is false; a prompt with too little to keep takes an empty slot or
-    the oldest, like one that matches nothing. Tokenising for the comparison takes no time.
+    A slot whose messages are being computed is pending and cannot be chosen. Each slot has an equal
+    share of the KV cache.
+
+    Choices made here, because the manual leaves them open: unless `waits` is false, a request waits
+    for the slot with its messages while that generates, and no other request overtakes it. A prompt
+    with too little to keep takes an empty slot or the oldest, like a prompt without a match.
+    Tokenising for the comparison takes no time.
     """
 
     type_name: ClassVar[str] = "kronk-imc-v1"
 
     slots: Slots = 4
-    """`n_seq_max`; 4 as in the manual's account of memory."""
+    """`n_seq_max`, with 4 as in the manual's section on memory."""
     cache_min_tokens: Tokens = CACHE_TOKENS_MIN
-    """Fewer tokens are not kept, and no shorter common head is salvaged."""
+    """Minimum number of tokens to keep, and minimum length of a common head to reuse."""
     waits: bool = True
-    """For the slot with its messages; else a request passes over all slots that generate."""
+    """True if a request waits for the slot with its messages; False if it ignores all slots that
+    generate."""
 
     def open(
         self, profile: Profile, settings: EngineSettings, before: PromptCache | None
     ) -> "MessageSlots":
-        """With empty slots."""
+        """Return a cache with empty slots."""
         return MessageSlots(self.slots, self.cache_min_tokens, waits=self.waits)
 
     def request_tokens_max(self, settings: EngineSettings) -> int:
-        """What one slot holds."""
+        """Return the tokens that one slot holds."""
         return settings.kv_tokens // self.slots
 
 
 class _Slot(Struct, eq=False):
     kept: Stored | None = None
     request: EngineRequest | None = None
-    """Which runs in it."""
+    """Request that runs in the slot, or None."""
     pending: bool = False
-    """What is to be kept is being computed."""
+    """True while the messages to keep are being computed."""
     used_s: Seconds = 0.0
 
 
 class MessageSlots:
-    """A number of slots, each with messages of one conversation or none."""
+    """A number of slots, each with the messages of one conversation or none."""
 
     def __init__(self, slots: int, cache_min_tokens: int, *, waits: bool) -> None:
         self._slots = [_Slot() for _ in range(slots)]
@@ -66,16 +74,16 @@ class MessageSlots:
         self._waits = waits
         self._slot_of: dict[EngineRequest, _Slot] = {}
         self.salvages = 0
-        """Requests that got a slot by a head that both share."""
+        """Number of requests that reused a common head of a slot."""
         self.rebuilds = 0
-        """Requests for which a slot was emptied."""
+        """Number of requests for which a slot was emptied."""
 
     def pool(self, blocks_total: int) -> BlockPool:
-        """What slots keep is in the share of the slot, which no other request gets."""
+        """Return a pool without hits, because the data of a slot is in the slot's own share."""
         return UnhashedPool(blocks_total)
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
-        """A slot for the request, and what it has of the prompt."""
+        """Return the cached part of the prompt in the slot that the request gets."""
         prompt = parts_of(request)
         best: _Slot | None = None
         best_tokens = 0
@@ -106,7 +114,7 @@ class MessageSlots:
         return self._occupy(oldest, request, 0)
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Its slot is settled."""
+        """Store the messages of the computed prompt in its slot."""
         slot, prompt = self._slot_of[request], parts_of(request)
         kept = prompt.messages - 1
         slot.pending = False
@@ -116,7 +124,9 @@ class MessageSlots:
         return 0.0
 
     def left(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """The last message and the answer are trimmed; what was never computed is not there."""
+        """Free the slot. The last message and the answer are trimmed; an uncomputed prompt is
+        dropped.
+        """
         slot = self._slot_of.pop(request)
         if slot.pending:
             slot.pending = False
@@ -126,7 +136,7 @@ class MessageSlots:
         return 0.0
 
     def _occupy(self, slot: _Slot, request: EngineRequest, tokens: int) -> Found:
-        """Give it the slot, of which so many tokens stay."""
+        """Give the slot to the request; `tokens` of its content remain."""
         prompt = parts_of(request)
         slot.request = request
         slot.pending = prompt.messages < 2 or tokens < prompt.ends[prompt.messages - 2]

@@ -1,4 +1,6 @@
-"""Kronk's incremental message cache of August 2026: sessions in memory, restored whole."""
+"""Kronk's incremental message cache of August 2026: session snapshots in memory, restored as a
+whole.
+"""
 
 from collections.abc import Iterable
 from typing import ClassVar, Final
@@ -28,18 +30,19 @@ _SESSIONS_PER_SLOT_MIN: Final = 3
 
 
 class KronkImcV2(CacheBehaviour, frozen=True):
-    """Kronk's manual, chapter 5, at its state of August 2026: snapshots of whole prompts.
+    """Snapshots of whole prompts, by Kronk's manual, chapter 5, as of August 2026.
 
     As many requests run as there are `slots`. Each reserves a session: the one with the longest
-    snapshot that is a complete head of its prompt, else an empty one, else the one that was used
-    longest ago; a session that is reserved is passed over. Without such a snapshot it may begin
-    with that of a system prompt, of which there are as many as sessions. A shorter common head is
-    never used. There are max(1, slots) * max(3, queue_depth) sessions. A prompt is saved once it is
-    computed, and its session free again, unless it was there already: then once it is answered.
-    Snapshots are in memory and take bytes / `bytes_per_s` each way, which the manual does not say.
+    snapshot that is a complete head of its prompt, or else an empty one, or else the least recently
+    used one. Reserved sessions cannot be chosen. Without such a snapshot, the request may begin
+    with that of a system prompt; there are as many of these as sessions. A shorter common head is
+    never used. There are max(1, slots) * max(3, queue_depth) sessions. A prompt is saved when it is
+    computed, which frees its session. If the session already has the prompt, it is freed when the
+    request is answered. Snapshots are in memory and take bytes / `bytes_per_s` in each direction,
+    for which the manual has no value.
 
-    Left out: the alternate snapshot of a session, and media. Where the manual answers that it is
-    busy, the request waits here.
+    Not modelled are the alternate snapshot of a session, and media. Where the manual answers that
+    it is busy, the request waits here.
     """
 
     type_name: ClassVar[str] = "kronk-imc-v2"
@@ -47,21 +50,21 @@ class KronkImcV2(CacheBehaviour, frozen=True):
     slots: Slots = 2
     """`nseq-max`, as in the manual's example."""
     queue_depth: Slots = 2
-    """It counts for the number of sessions alone."""
+    """Queue depth, which only affects the number of sessions."""
     cache_min_tokens: Tokens = CACHE_TOKENS_MIN
-    """Shorter prompts are not kept."""
+    """Minimum length of a cached prompt."""
     bytes_per_s: BytesPerSecond = PCIE_5_X16_BYTES_PER_S
-    """How fast copies are; 16 lanes of PCIe 5.0 at their peak unless it is told."""
+    """Speed of copies. The default is the peak of 16 lanes of PCIe 5.0."""
 
     @property
     def sessions(self) -> int:
-        """Snapshots of prompts, and of system prompts, that are kept."""
+        """Number of snapshots of prompts, and of snapshots of system prompts."""
         return self.slots * max(_SESSIONS_PER_SLOT_MIN, self.queue_depth)
 
     def open(
         self, profile: Profile, settings: EngineSettings, before: PromptCache | None
     ) -> "Sessions":
-        """With empty sessions."""
+        """Return a cache with empty sessions."""
         return Sessions(
             slots=self.slots,
             sessions=self.sessions,
@@ -70,7 +73,7 @@ class KronkImcV2(CacheBehaviour, frozen=True):
         )
 
     def request_tokens_max(self, settings: EngineSettings) -> int:
-        """What one slot holds."""
+        """Return the tokens that one slot holds."""
         return settings.kv_tokens // self.slots
 
 
@@ -92,16 +95,16 @@ class Sessions:
         self._system_prompts = [_Snapshot() for _ in range(sessions)]
         self._reserved: dict[_Snapshot, EngineRequest] = {}
         self._session_of: dict[EngineRequest, _Snapshot | None] = {}
-        """Of each request that runs; None: its prompt is too short for one."""
+        """Session of each running request; None if its prompt is too short for one."""
         self.rebuilds = 0
-        """Requests that found no snapshot."""
+        """Number of requests that found no snapshot."""
 
     def pool(self, blocks_total: int) -> BlockPool:
-        """A snapshot is restored into the blocks of a slot."""
+        """Return a pool without hits, because a snapshot is restored into the blocks of a slot."""
         return UnhashedPool(blocks_total)
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
-        """Reserve a session and say what is restored."""
+        """Reserve a session and return the part of the prompt to restore."""
         if len(self._session_of) == self._slots:
             return None
         if request.prompt_tokens < self._cache_min_tokens:
@@ -148,7 +151,7 @@ class Sessions:
         return save_s
 
     def left(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Its slot is free, and its session if it still is."""
+        """Free the slot of the request, and its session if it is still reserved."""
         session = self._session_of.pop(request)
         if session is not None and self._reserved.get(session) is request:
             del self._reserved[session]
@@ -157,7 +160,7 @@ class Sessions:
 
 
 def _longest(snapshots: Iterable[_Snapshot], prompt: PromptParts) -> _Snapshot | None:
-    """The one with the longest complete head of the prompt."""
+    """Return the snapshot with the longest complete head of the prompt."""
     longest: _Snapshot | None = None
     tokens = 0
     for snapshot in snapshots:

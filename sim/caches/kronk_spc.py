@@ -1,4 +1,4 @@
-"""Kronk's system prompt cache: one buffer."""
+"""Kronk's system prompt cache: one buffer for one system prompt."""
 
 from typing import ClassVar, Final
 
@@ -23,52 +23,53 @@ CACHE_TOKENS_MIN: Final = 100
 
 
 class KronkSpc(CacheBehaviour, frozen=True):
-    """Kronk's manual, chapter 5.2 (SPC; removed in April 2026): the KV cache of one system prompt.
+    """The KV cache of one system prompt (SPC), by Kronk's manual, chapter 5.2; removed in April
+    2026.
 
-    The first message of a prompt of several, at least `cache_min_tokens` long, is copied to memory
-    once it is computed, and into the sequence of every request that begins with the same; another
-    system prompt takes its place. Copies take bytes / `bytes_per_s`, of which the manual says no
-    more than 10 to 30 ms a copy. Chosen here: who comes while the buffer is filled computes all of
-    its prompt.
+    The first message of a prompt with several messages is copied to memory once it is computed, if
+    it has at least `cache_min_tokens`. It is copied into the sequence of every request that begins
+    with the same message. Another system prompt replaces it. Copies take bytes / `bytes_per_s`; the
+    manual only says 10 to 30 ms per copy. A choice made here: a request that arrives while the
+    buffer is filled computes its whole prompt.
     """
 
     type_name: ClassVar[str] = "kronk-spc"
 
     cache_min_tokens: Tokens = CACHE_TOKENS_MIN
-    """Shorter system prompts are not kept."""
+    """Minimum length of a cached system prompt."""
     bytes_per_s: BytesPerSecond = PCIE_5_X16_BYTES_PER_S
-    """How fast copies are; 16 lanes of PCIe 5.0 at their peak unless it is told."""
+    """Speed of copies. The default is the peak of 16 lanes of PCIe 5.0."""
 
     def open(
         self, profile: Profile, settings: EngineSettings, before: PromptCache | None
     ) -> "SystemPromptBuffer":
-        """With nothing in it."""
+        """Return an empty cache."""
         copy_s_per_token = profile.kv_bytes_per_token / self.bytes_per_s
         return SystemPromptBuffer(self.cache_min_tokens, copy_s_per_token)
 
 
 class SystemPromptBuffer:
-    """Room for one system prompt of any length."""
+    """A buffer for one system prompt of any length."""
 
     def __init__(self, cache_min_tokens: int, copy_s_per_token: Seconds) -> None:
         self._cache_min_tokens = cache_min_tokens
         self._copy_s_per_token = copy_s_per_token
         self._held: tuple[int, int] | None = None
-        """Key and tokens."""
+        """Key and tokens of the cached system prompt, or None."""
 
     def pool(self, blocks_total: int) -> BlockPool:
-        """The buffer is copied into a request's sequence."""
+        """Return a pool without hits, because the buffer is copied into each request's sequence."""
         return UnhashedPool(blocks_total)
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
-        """The system prompt, if it is the one."""
+        """Return the system prompt if the request begins with it."""
         system = self._system_prompt(request)
         if system is None or system != self._held:
             return NOTHING
         return Found(system[1], system[1] * self._copy_s_per_token)
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Hold its system prompt, for which it is copied out, and in again."""
+        """Store the system prompt of the request, which is copied out and in again."""
         system = self._system_prompt(request)
         if system is None or system == self._held:
             return 0.0
@@ -76,7 +77,7 @@ class SystemPromptBuffer:
         return 2 * system[1] * self._copy_s_per_token
 
     def left(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """The buffer stays."""
+        """Do nothing, because the buffer stays."""
         return 0.0
 
     def _system_prompt(self, request: EngineRequest) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""Memory of the processor behind vLLM's block pool, as LMCache has it."""
+"""CPU memory behind vLLM's block pool, as in LMCache."""
 
 from bisect import bisect_right
 from collections import OrderedDict
@@ -22,29 +22,30 @@ from sim.engine.request import EngineRequest
 
 
 class LmcacheCpu(CacheBehaviour, frozen=True):
-    """LMCache's local backend in the processor's memory, behind vLLM's own cache.
+    """LMCache's local CPU backend, behind vLLM's own cache.
 
-    Chunks that the pool evicts go to the memory, which drops the least recently used ones. Whole chunks
-    behind the part of a prompt that the pool has are loaded from there. This takes
-    bytes / `bytes_per_s`, in which the engine does nothing else. LMCache copies as it computes and
-    not on eviction. The hits are the same as long as the memory is larger than the pool; fewer fit
-    if it is smaller, because it then holds the chunks of the pool again. Copies out take no time
-    here, because they can overlap. Loading ends at the first chunk that is no longer in the memory.
+    Blocks that the pool evicts go to the memory, which drops the least recently used ones. Whole
+    chunks that follow the pool's part of a prompt are loaded from the memory. Loading takes bytes /
+    `bytes_per_s`, and the engine does nothing else meanwhile. LMCache copies as it computes and not
+    on eviction. The hits are the same as long as the memory is larger than the pool. If the memory
+    is smaller, fewer blocks fit, because it then also holds blocks that are still in the pool.
+    Copies out take no time here, because they can overlap. Loading ends at the first chunk that is
+    no longer in the memory.
     """
 
     type_name: ClassVar[str] = "lmcache-cpu"
 
     memory_bytes: Bytes = 5 * 2**30
-    """`max_local_cpu_size`, 5 GB in LMCache."""
+    """`max_local_cpu_size`, which is 5 GB in LMCache."""
     chunk_tokens: Tokens = 256
-    """`chunk_size` of LMCache; whole blocks of the engine, and at least one."""
+    """`chunk_size` of LMCache, rounded down to whole blocks of the engine and at least one."""
     bytes_per_s: BytesPerSecond = PCIE_5_X16_BYTES_PER_S
-    """How fast it is loaded; 16 lanes of PCIe 5.0 at their peak unless it is told."""
+    """Speed of loading. The default is the peak of 16 lanes of PCIe 5.0."""
 
     def open(
         self, profile: Profile, settings: EngineSettings, before: PromptCache | None
     ) -> "Tier":
-        """With nothing in it."""
+        """Return an empty cache."""
         size_tokens = settings.block_size_tokens
         block_bytes = size_tokens * profile.kv_bytes_per_token
         return Tier(
@@ -56,16 +57,20 @@ class LmcacheCpu(CacheBehaviour, frozen=True):
 
 
 class EvictedBlocks:
-    """Blocks by the key of their piece, a stretch of each, used longest ago first to go."""
+    """Blocks by the key of their piece, one stretch per key, with eviction of the least recently
+    used.
+    """
 
     def __init__(self, blocks_max: int) -> None:
         self.blocks = 0
         self._blocks_max = blocks_max
         self._stretches: OrderedDict[int, tuple[int, int]] = OrderedDict()
-        """Key -> from which block of its chain to which."""
+        """First and last block of the stretch in its chain, by key."""
 
     def add(self, key: int, start: int, end: int) -> None:
-        """Keep blocks of a key; of two stretches apart the one nearer to the head is kept."""
+        """Store blocks of a key. If two stretches do not touch, the one nearer to the head
+        is kept.
+        """
         known = self._stretches.pop(key, None)
         if known is not None:
             self.blocks -= known[1] - known[0]
@@ -81,7 +86,9 @@ class EvictedBlocks:
     def match(
         self, keys: Sequence[int], ends: Sequence[int], position: int, blocks_max: int
     ) -> int:
-        """Up to which block a chain goes on here from block `position`; they are used by that."""
+        """Return up to which block a chain continues here from block `position`, and mark these as
+        used.
+        """
         piece = bisect_right(ends, position)
         used: list[int] = []
         while position < blocks_max:
@@ -93,13 +100,15 @@ class EvictedBlocks:
             if position < ends[piece]:
                 break
             piece += 1
-        # Of a prompt the tail goes first.
+        # The tail of a prompt is evicted first.
         for key in reversed(used):
             self._stretches.move_to_end(key)
         return position
 
     def _drop(self) -> None:
-        """The last blocks of what was used longest ago, as many as are too much."""
+        """Remove as many blocks as exceed the limit, from the end of the least recently used
+        stretch.
+        """
         key = next(iter(self._stretches))
         start, end = self._stretches[key]
         dropped = min(self.blocks - self._blocks_max, end - start)
@@ -111,14 +120,16 @@ class EvictedBlocks:
 
 
 class TieredPool(BlockPool):
-    """vLLM's, which hands on what it forgets."""
+    """vLLM's pool, which passes evicted blocks on."""
 
     def __init__(self, blocks_total: int, evicted: EvictedBlocks) -> None:
         super().__init__(blocks_total)
         self._evicted = evicted
 
     def take(self, count: int) -> None:
-        """As the pool's own; blocks with a hash are handed on, in the order in which they go."""
+        """Take blocks as the pool does; pass on evicted blocks with a hash in the order of their
+        eviction.
+        """
         left = count - self._blank_blocks
         if left > 0:
             for run in self.free_runs():
@@ -136,7 +147,7 @@ class TieredPool(BlockPool):
 
 
 class Tier:
-    """What a pool has forgotten, and how long it takes to bring it back."""
+    """The blocks that a pool has evicted, and the time to load them."""
 
     def __init__(
         self,
@@ -152,14 +163,14 @@ class Tier:
         self._load_s_per_token = load_s_per_token
 
     def pool(self, blocks_total: int) -> BlockPool:
-        """That of vLLM."""
+        """Return vLLM's pool, connected to this tier."""
         return TieredPool(blocks_total, self.evicted)
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
-        """Whole chunks that follow what the pool has."""
+        """Return whole chunks that follow the pool's part of the prompt."""
         size = self._block_size_tokens
         held = held_tokens // size
-        # The last token is computed, and its block with it.
+        # The last token is always computed, and so is its block.
         blocks_max = (request.known_tokens - 1) // size
         upto = self.evicted.match(request.chain, request.chain_ends, held, blocks_max)
         upto = upto // self._chunk_blocks * self._chunk_blocks
@@ -168,9 +179,9 @@ class Tier:
         return Found(upto * size, (upto - held) * size * self._load_s_per_token)
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """The pool has it."""
+        """Do nothing, because the pool has the blocks."""
         return 0.0
 
     def left(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """The pool keeps it."""
+        """Do nothing, because the pool keeps the blocks."""
         return 0.0

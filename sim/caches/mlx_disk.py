@@ -1,4 +1,4 @@
-"""A disk behind the prompt cache of mlx-lm: it outlives the process."""
+"""A disk behind the prompt cache of mlx-lm, which outlives the process."""
 
 from bisect import bisect_left
 from typing import ClassVar, Final
@@ -16,31 +16,32 @@ from sim.engine.request import EngineRequest, PromptParts
 MEASURED_TOKENS: Final = (4 * 1024, 16 * 1024, 32 * 1024, 96 * 1024)
 RESTORE_S: Final = (2.0e-3, 5.9e-3, 15.9e-3, 30.8e-3)
 SAVE_S: Final = (54e-3, 95e-3, 163e-3, 593e-3)
-"""Both at `MEASURED_TOKENS`: benjamin-levin/mlx-lm#6, Qwen3.6-35B-A3B in 4 bits on an M4 Max."""
+"""Seconds to save at `MEASURED_TOKENS`. This and `RESTORE_S` are from benjamin-levin/mlx-lm#6,
+Qwen3.6-35B-A3B in 4 bits on an M4 Max."""
 
 
 class MlxDisk(MlxParameters, frozen=True):
     """`LRUPromptCache` with a disk (benjamin-levin/mlx-lm#6, merged in the fork in May 2026).
 
     A sequence in memory that is long enough is also written to the disk, once. If memory has no
-    prefix of a prompt, the longest whole sequence on the disk with which the prompt begins is read,
-    and is in memory again. Beyond the budget the least recently used file is deleted. Reading and
-    writing take the times that were measured there (`MEASURED_TOKENS`), with straight lines from
-    zero through those points, for every model; the size of a file follows the profile. A process
-    that starts in the same place finds the disk as the last one left it.
+    prefix of a prompt, the longest whole sequence on the disk with which the prompt begins is read
+    and stored in memory again. Beyond the budget, the least recently used file is deleted. Reading
+    and writing take the measured times (`MEASURED_TOKENS`), interpolated linearly from zero, for
+    every model. The size of a file follows the profile. A new process in the same place finds the
+    disk as the previous one left it.
     """
 
     type_name: ClassVar[str] = "mlx-disk"
 
     disk_bytes: Bytes = 4 * 2**30
-    """For all files together."""
+    """Maximum size of all files together."""
     disk_min_tokens: Tokens = 256
-    """Shorter sequences are not written."""
+    """Minimum length of a sequence that is written."""
 
     def open(
         self, profile: Profile, settings: EngineSettings, before: PromptCache | None
     ) -> "SequencesOnDisk":
-        """With nothing in memory."""
+        """Return a cache with an empty memory."""
         disk = before.disk if isinstance(before, SequencesOnDisk) else Disk(self.disk_bytes)
         return SequencesOnDisk(self, profile.kv_bytes_per_token, disk)
 
@@ -52,26 +53,26 @@ class _File(Struct, eq=False):
 
 
 class Disk:
-    """Sequences in files, used longest ago first to go."""
+    """A store of sequences in files, with eviction of the least recently used one."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self._files: dict[tuple[int, int], _File] = {}
-        """By the key of the last part and the tokens."""
+        """Files by the key of the last part and the number of tokens."""
         self._uses = 0
 
     @property
     def kept_bytes(self) -> int:
-        """Of all files."""
+        """Size of all files in bytes."""
         return sum(file.bytes for file in self._files.values())
 
     @property
     def sequences(self) -> list[Stored]:
-        """What there is, used longest ago first."""
+        """Stored sequences, the least recently used first."""
         return [file.stored for file in sorted(self._files.values(), key=lambda file: file.used)]
 
     def write(self, stored: Stored, size_bytes: int) -> bool:
-        """Keep a sequence; False if it is there already."""
+        """Write a sequence; return False if it is already on the disk."""
         name = stored.key, stored.tokens
         self._uses += 1
         if name in self._files:
@@ -87,7 +88,7 @@ class Disk:
         return True
 
     def read(self, prompt: PromptParts) -> Stored | None:
-        """The longest sequence that begins the prompt."""
+        """Return the longest sequence with which the prompt begins, or None."""
         fitting = [file for file in self._files.values() if file.stored.begins(prompt)]
         if not fitting:
             return None
@@ -98,17 +99,17 @@ class Disk:
 
 
 class SequencesOnDisk(Sequences):
-    """Sequences in memory, written through to a disk."""
+    """Sequences in memory that are also written to a disk."""
 
     def __init__(self, parameters: MlxDisk, bytes_per_token: int, disk: Disk) -> None:
         super().__init__(parameters, bytes_per_token)
         self.disk = disk
         self._min_tokens = parameters.disk_min_tokens
         self._save_s = 0.0
-        """Of what was written since anybody asked."""
+        """Write time since the last call of `_saved_s`, in seconds."""
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
-        """From memory, else from the disk."""
+        """Return the match in memory, or else the one on the disk."""
         found = super().fetch(request, held_tokens, now)
         if found is not None and found.tokens:
             return found
@@ -119,17 +120,17 @@ class SequencesOnDisk(Sequences):
         return Found(stored.tokens, measured_s(RESTORE_S, stored.tokens))
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """As without a disk, and how long it was written."""
+        """Store as without a disk, and return the time of writing."""
         super().computed(request, now)
         return self._saved_s()
 
     def left(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Likewise."""
+        """Store as without a disk, and return the time of writing."""
         super().left(request, now)
         return self._saved_s()
 
     def insert(self, stored: Stored, kind: str) -> None:
-        """In memory, and on the disk if it is long enough."""
+        """Store a sequence in memory, and on the disk if it is long enough."""
         super().insert(stored, kind)
         if stored.tokens >= self._min_tokens and self.disk.write(
             stored, stored.tokens * self._bytes_per_token
@@ -142,7 +143,9 @@ class SequencesOnDisk(Sequences):
 
 
 def measured_s(times_s: tuple[Seconds, ...], tokens: int) -> Seconds:
-    """The time for so many tokens: straight lines from (0, 0) through the points, the last goes on."""
+    """Return the time for `tokens`, interpolated linearly from (0, 0) through the points and
+    extended by the last line.
+    """
     points = (0, *MEASURED_TOKENS)
     values = (0.0, *times_s)
     at = min(max(1, bisect_left(points, tokens)), len(points) - 1)

@@ -17,30 +17,35 @@ SYSTEM: Final = "system"
 USER: Final = "user"
 ASSISTANT: Final = "assistant"
 EVICTED: Final = (ASSISTANT, USER, SYSTEM)
-"""In this order, each as long as it has no fewer entries than the next."""
+"""Kinds of entries in the order of eviction. A kind is evicted if it has at least as many entries
+as the next one."""
 
 
 class MlxParameters(CacheBehaviour, frozen=True):
-    """What the cache is told, with a disk or without."""
+    """The parameters of the cache, with or without a disk."""
 
     entries_max: Annotated[int, Meta(ge=1, le=1_000_000)] = 10
-    """Sequences in memory."""
+    """Maximum number of sequences in memory."""
     memory_bytes: Bytes | None = None
-    """`max_bytes`; none: no limit. The memory is the machine's, not that of the pool."""
+    """`max_bytes`; None for no limit. It is memory of the host, separate from the pool."""
     trimmable: bool = True
-    """Tokens can be taken off the end of a sequence. Not so for models with a sliding window or a
-    recurrent state: then a longer sequence serves nobody, and its heads are kept beside it."""
+    """True if tokens can be removed from the end of a sequence. Models with a sliding window or a
+    recurrent state do not allow this. Then a longer sequence is of no use to shorter prompts, and
+    its heads are kept beside it."""
 
 
 class MlxMemory(MlxParameters, frozen=True):
-    """`LRUPromptCache` of mlx-lm (its server, mid 2026): whole sequences, the answer included.
+    """`LRUPromptCache` of mlx-lm (its server in mid 2026): whole sequences including the answer.
 
-    A look-up takes a copy of: the sequence itself; else, if sequences can be trimmed, the shortest
-    of those that share the longest head, if that is longer than any whole sequence that the prompt
-    begins with; else the longest such sequence, of more than one token. The prompt is kept once it
-    is computed, with the answer once that is there; what is kept replaces its own heads if sequences
-    can be trimmed. Looking up refreshes nothing: of one kind the entry that was kept first goes
-    first.
+    A look-up returns a copy of the first available sequence of this list:
+    - the sequence itself;
+    - if sequences can be trimmed, the shortest of those that share the longest head, if this head
+      is longer than any whole sequence that the prompt begins with;
+    - the longest whole sequence of more than one token that the prompt begins with.
+
+    The prompt is stored when it is computed, and again with the answer. A stored sequence replaces
+    its own heads if sequences can be trimmed. A look-up does not refresh an entry: within a kind,
+    the entry that was stored first is evicted first.
     """
 
     type_name: ClassVar[str] = "mlx-memory"
@@ -48,7 +53,7 @@ class MlxMemory(MlxParameters, frozen=True):
     def open(
         self, profile: Profile, settings: EngineSettings, before: PromptCache | None
     ) -> "Sequences":
-        """With nothing in it."""
+        """Return an empty cache."""
         return Sequences(self, profile.kv_bytes_per_token)
 
 
@@ -58,33 +63,33 @@ class _Entry(Struct, eq=False):
 
 
 class Sequences:
-    """At most so many, and in so many bytes."""
+    """A store of sequences with a maximum number and a maximum size in bytes."""
 
     def __init__(self, parameters: MlxParameters, bytes_per_token: int) -> None:
         self._parameters = parameters
         self._bytes_per_token = bytes_per_token
         self._entries: list[_Entry] = []
-        """Kept first first."""
+        """Entries in the order in which they were stored."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     @property
     def kept_bytes(self) -> int:
-        """Of all sequences."""
+        """Size of all sequences in bytes."""
         return sum(entry.stored.tokens for entry in self._entries) * self._bytes_per_token
 
     def pool(self, blocks_total: int) -> BlockPool:
-        """A request works on a copy."""
+        """Return a pool without hits, because a request works on a copy."""
         return UnhashedPool(blocks_total)
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
-        """The nearest sequence."""
+        """Return the best matching sequence."""
         tokens = self.nearest_tokens(parts_of(request), request.prompt_tokens)
         return Found(tokens) if tokens else NOTHING
 
     def nearest_tokens(self, prompt: PromptParts, prompt_tokens: int) -> int:
-        """How many tokens of the prompt the nearest sequence has."""
+        """Return how many tokens of the prompt the best matching sequence has."""
         shorter = common = 0
         longer = False
         for entry in self._entries:
@@ -101,7 +106,7 @@ class Sequences:
         return shorter
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Keep the prompt; its system prompt too, which the prompt replaces if it can be trimmed."""
+        """Store the prompt, and also its system prompt if sequences cannot be trimmed."""
         prompt = parts_of(request)
         if prompt.messages > 1 and not self._parameters.trimmable:
             self.insert(Stored(prompt, 1), SYSTEM)
@@ -109,14 +114,14 @@ class Sequences:
         return 0.0
 
     def left(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Keep prompt and answer, if that was finished."""
+        """Store the prompt with its answer, if the answer is complete."""
         if request.finished:
             prompt = parts_of(request)
             self.insert(Stored(prompt, len(prompt.keys)), ASSISTANT)
         return 0.0
 
     def insert(self, stored: Stored, kind: str) -> None:
-        """Keep a sequence, and evict what is too much."""
+        """Store a sequence, and evict entries beyond the limits."""
         self._entries = [entry for entry in self._entries if not self._replaces(stored, entry)]
         self._entries.append(_Entry(stored, kind))
         if len(self._entries) > self._parameters.entries_max:
@@ -126,7 +131,9 @@ class Sequences:
             self._evict()
 
     def _replaces(self, stored: Stored, entry: _Entry) -> bool:
-        """Whether an entry is the sequence itself, or a head that it makes needless."""
+        """Return whether an entry is the sequence itself, or a head of it that is no longer
+        needed.
+        """
         old = entry.stored
         if old.parts > stored.parts:
             return False

@@ -1,4 +1,4 @@
-"""Ways to keep prompts by their names, as `--cache` and scenario files tell them."""
+"""Cache behaviours by name, as `--cache` and scenario files specify them."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -19,7 +19,7 @@ from sim.caches.ruvllm_fixed import RuvllmFixed
 from sim.engine.profiles import Profile
 
 VLLM: Final = "vllm"
-"""The engine's own block pool, and nothing else."""
+"""Name of vLLM's own block pool, without a further cache."""
 
 BEHAVIOURS: Final[Mapping[str, type[CacheBehaviour]]] = {
     behaviour.type_name: behaviour
@@ -39,11 +39,13 @@ NAMES: Final = (VLLM, *BEHAVIOURS)
 
 
 class CacheNameError(ValueError):
-    """A cache cannot be had: one sentence."""
+    """A cache is unknown or invalid. The message is one sentence."""
 
 
 def cache_named(text: str) -> CacheBehaviour | None:
-    """NAME or NAME:PARAMETER=VALUE,...; None is vLLM's. Raises CacheNameError."""
+    """Parse NAME or NAME:PARAMETER=VALUE,...; return None for vLLM's own cache. Raises
+    CacheNameError.
+    """
     name, _, told = text.partition(":")
     if name == VLLM and not told:
         return None
@@ -66,7 +68,7 @@ def cache_named(text: str) -> CacheBehaviour | None:
 
 
 def cache_spelt(cache: CacheBehaviour | None) -> str:
-    """What `cache_named` is told for it: what is not the default is told."""
+    """Return the text that `cache_named` parses to `cache`. Default values are left out."""
     if cache is None:
         return VLLM
     parameters = [
@@ -78,9 +80,9 @@ def cache_spelt(cache: CacheBehaviour | None) -> str:
 
 
 def check_cache(cache: CacheBehaviour | None, profile: Profile) -> None:
-    """`CacheNameError` if the profile does not say what the cache asks."""
+    """Raise `CacheNameError` if the profile lacks a value that the cache needs."""
     if cache is not None and not profile.kv_bytes_per_token:
         raise CacheNameError(
-            f"The cache {cache.type_name} counts bytes, and the profile {profile.name} says no "
+            f"The cache {cache.type_name} counts bytes, but the profile {profile.name} has no "
             "kv_bytes_per_token."
         )

@@ -1,4 +1,4 @@
-"""KV cache offloaded to the memory of the host and to a store that all pods have in common."""
+"""A KV cache that is offloaded to the host's memory and to a store that all pods share."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Final
@@ -23,35 +23,36 @@ from sim.engine.request import EngineRequest
 
 HOST: Final = "host"
 SHARED: Final = "external_unspecified"
-"""Tiers as vLLM names them on its page (`vllm:prompt_tokens_cached_by_source_total`)."""
+"""Tier names of vLLM's metrics page (`vllm:prompt_tokens_cached_by_source_total`)."""
 
 
 class Offload(CacheBehaviour, frozen=True):
-    """The `OffloadingConnector` of vLLM: blocks are copied to the memory of the host as they are
-    computed, and on to a store that all pods share if there is one.
+    """The `OffloadingConnector` of vLLM: it copies computed blocks to the host's memory, and to a
+    store that all pods share if there is one.
 
-    Blocks of a prompt that the pool lacks are loaded from the memory, and blocks that the memory lacks from
-    the store. Loading takes bytes over speed, in which the engine does nothing else. vLLM loads while it
-    computes for others, so this is an upper bound of its cost. Copies out take no time, and are complete
-    when the prompt or the answer is done. Each tier drops the least recently used blocks. The memory is
-    lost with the engine's process; the store outlives all pods.
+    Blocks of a prompt that the pool lacks are loaded from the host's memory, and blocks that the
+    memory lacks from the store. Loading takes bytes / speed, and the engine does nothing else
+    meanwhile. This is an upper bound of its cost, because vLLM loads while it computes for other
+    requests. Copies out take no time, and are complete when the prompt or the answer ends. Each
+    tier drops the least recently used blocks. The memory is lost with the engine's process; the
+    store outlives all pods.
     """
 
     type_name: ClassVar[str] = "offload"
 
     memory_bytes: Bytes = 64 * 2**30
-    """Of the host, for each engine: what vLLM is told as `cpu_bytes_to_use`, without a default there."""
+    """Host memory for each engine: `cpu_bytes_to_use` of vLLM, which has no default."""
     bytes_per_s: BytesPerSecond = PCIE_5_X16_BYTES_PER_S
-    """From the host's memory; 16 lanes of PCIe 5.0 at their peak unless it is told."""
+    """Speed of loading from the host's memory. The default is the peak of 16 lanes of PCIe 5.0."""
     shared_bytes: Annotated[int, Meta(ge=0, le=10**18)] = 0
-    """Of the store; 0: there is none."""
+    """Size of the store; 0 for no store."""
     shared_bytes_per_s: BytesPerSecond = 12.5e9
-    """From the store to a pod; 100 Gbit/s unless it is told, whoever else reads."""
+    """Speed from the store to a pod, regardless of other readers. The default is 100 Gbit/s."""
 
     def open(
         self, profile: Profile, settings: EngineSettings, before: PromptCache | None
     ) -> "OffloadedBlocks":
-        """With nothing in its memory, and a store of its own."""
+        """Return an empty cache with a store of its own."""
         return self.open_in({}, profile, settings, before)
 
     def open_in(
@@ -61,13 +62,13 @@ class Offload(CacheBehaviour, frozen=True):
         settings: EngineSettings,
         before: PromptCache | None,
     ) -> "OffloadedBlocks":
-        """With nothing in its memory, and the store of `stores` that others of its kind have too."""
+        """Return an empty cache that uses the store in `stores` shared by compatible caches."""
         size_tokens = settings.block_size_tokens
         block_bytes = size_tokens * profile.kv_bytes_per_token
         tiers = {HOST: EvictedBlocks(self.memory_bytes // block_bytes)}
         speeds = {HOST: self.bytes_per_s}
         if self.shared_bytes:
-            # Blocks of another model or length are others.
+            # Blocks of another model or size need a separate store.
             name = f"{self.shared_bytes} {profile.model} {block_bytes} {size_tokens}"
             blocks_max = self.shared_bytes // block_bytes
             tiers[SHARED] = stores.setdefault(name, EvictedBlocks(blocks_max))
@@ -80,7 +81,7 @@ class Offload(CacheBehaviour, frozen=True):
 
 
 class OffloadedBlocks:
-    """The tiers of one engine, nearest first."""
+    """The tiers of one engine, the nearest first."""
 
     def __init__(
         self,
@@ -91,18 +92,20 @@ class OffloadedBlocks:
     ) -> None:
         self.tiers = tiers
         self.hit_tokens = dict.fromkeys(tiers, 0)
-        """By tier, what first admissions found there."""
+        """Tokens that first admissions found in each tier."""
         self._load_s_per_block = load_s_per_block
         self._block_size_tokens = block_size_tokens
 
     def pool(self, blocks_total: int) -> BlockPool:
-        """That of vLLM."""
+        """Return vLLM's own pool."""
         return BlockPool(blocks_total)
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
-        """What follows what the pool has, from whichever tier has the next block."""
+        """Return the blocks that follow those in the pool; each comes from the first tier that has
+        it.
+        """
         size = self._block_size_tokens
-        # The last token is computed, and its block with it.
+        # The last token is always computed, and so is its block.
         blocks_max = (request.known_tokens - 1) // size
         held = position = held_tokens // size
         found: dict[str, int] = {}
@@ -123,17 +126,17 @@ class OffloadedBlocks:
         return Found(position * size, load_s)
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """All full blocks of the prompt are copied out, while others are computed."""
+        """Copy out all full blocks of the prompt, while the engine computes for others."""
         self._keep(request.chain, request.chain_ends, request.known_tokens)
         return 0.0
 
     def left(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Those of the answer too, as far as it is computed."""
+        """Copy out the computed full blocks of the answer too."""
         self._keep(request.chain, request.chain_ends, request.computed_tokens)
         return 0.0
 
     def _keep(self, keys: Sequence[int], ends: Sequence[int], tokens: int) -> None:
-        """The first blocks of a chain; of one prompt the tail goes first."""
+        """Store the first blocks of a chain, so that the tail of a prompt is evicted first."""
         blocks = tokens // self._block_size_tokens
         pieces: list[tuple[int, int, int]] = []
         start = 0

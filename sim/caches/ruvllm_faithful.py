@@ -1,4 +1,4 @@
-"""RuvLLM's prefix cache as its proposal writes it down: whole prompts in a radix tree."""
+"""RuvLLM's prefix cache exactly as its proposal specifies it: whole prompts in a radix tree."""
 
 from typing import Annotated, ClassVar
 
@@ -20,37 +20,39 @@ from sim.engine.request import EngineRequest, PromptParts
 
 
 class RuvllmParameters(CacheBehaviour, frozen=True):
-    """What both readings of the proposal are told."""
+    """The parameters of both readings of the proposal."""
 
     memory_share: Annotated[float, Meta(gt=0.0, le=0.9)] = 0.5
-    """`max_memory_bytes`, as a share of the KV cache: it is taken from the requests that run. The
-    proposal has no default."""
+    """`max_memory_bytes` as a share of the KV cache, which reduces the room for running requests.
+    The proposal has no default."""
     min_cache_tokens: Tokens = 50
-    """Shorter prompts are not kept. The proposal: 50 for chat, 100 for RAG, 20 for batches."""
+    """Minimum length of a cached prompt. The proposal says 50 for chat, 100 for RAG and 20 for
+    batches."""
 
     def bytes_max(self, profile: Profile) -> int:
-        """The budget of one engine."""
+        """Return the budget of one engine in bytes."""
         tokens = profile.kv_tokens - self.kv_tokens(profile)
         return tokens * profile.kv_bytes_per_token
 
     def kv_tokens(self, profile: Profile) -> int:
-        """What the budget leaves."""
+        """Return the tokens that remain beside the budget."""
         return int(profile.kv_tokens * (1.0 - self.memory_share))
 
 
 class RuvllmFaithful(RuvllmParameters, frozen=True):
-    """RuvLLM ADR-011 (2026-01-20, a proposal), what it writes: only whole stored prompts are found.
+    """RuvLLM ADR-011 (2026-01-20, a proposal) as written: only whole stored prompts are found.
 
-    A prompt that is computed is kept with its whole KV cache. A look-up descends whole edges and
-    takes the deepest node at which a prompt was kept, so a prompt that only shares a head with
-    another finds nothing: the node at which an edge was split has no KV cache. One entry is evicted
-    for a prompt that would exceed the budget, the one with the fewest hits, of those the one that
-    was used longest ago, and never two: the budget does not hold, and what exceeds it costs
-    nothing here. A prompt that is kept again begins with no hits.
+    A computed prompt is stored with its whole KV cache. A look-up follows whole edges and takes the
+    deepest node at which a prompt was stored. A prompt that only shares a head with another one
+    therefore finds nothing, because the node of a split edge has no KV cache. If a prompt would
+    exceed the budget, exactly one entry is evicted: that with the fewest hits, and among them the
+    least recently used. The budget therefore does not hold, and the excess costs nothing here. A
+    prompt that is stored again starts with no hits.
 
-    Read into it: what is kept is counted (the listing never adds to `memory_usage_bytes`); an entry
-    in use is not evicted (`ref_count`); the loop of the listing compares every edge behind the first
-    with the wrong tokens, which is not repeated. `max_entries` is never looked at.
+    Interpretations made here: stored data is counted (the listing never adds to
+    `memory_usage_bytes`). An entry in use is not evicted (`ref_count`). The listing's loop compares
+    every edge after the first with the wrong tokens, which is not reproduced. `max_entries` is
+    never used.
     """
 
     type_name: ClassVar[str] = "ruvllm-faithful"
@@ -58,7 +60,7 @@ class RuvllmFaithful(RuvllmParameters, frozen=True):
     def open(
         self, profile: Profile, settings: EngineSettings, before: PromptCache | None
     ) -> "StoredPrompts":
-        """With nothing in it."""
+        """Return an empty cache."""
         return StoredPrompts(
             bytes_max=self.bytes_max(profile),
             bytes_per_token=profile.kv_bytes_per_token,
@@ -71,14 +73,14 @@ class Statistics(Struct):
 
     lookups: int = 0
     hits: int = 0
-    """The whole prompt was found."""
+    """Number of look-ups that found the whole prompt."""
     partial_hits: int = 0
     misses: int = 0
     evictions: int = 0
     memory_bytes: int = 0
 
     def count(self, found_tokens: int, prompt_tokens: int) -> None:
-        """One look-up."""
+        """Count one look-up."""
         self.lookups += 1
         self.hits += found_tokens >= prompt_tokens
         self.partial_hits += 0 < found_tokens < prompt_tokens
@@ -87,7 +89,7 @@ class Statistics(Struct):
 
 class _Entry(Struct, eq=False):
     key: int
-    """Of the last part of the prompt."""
+    """Key of the last part of the prompt."""
     tokens: int
     last_access_s: Seconds
     hits: int = 0
@@ -106,11 +108,11 @@ class StoredPrompts:
         self._using: dict[EngineRequest, _Entry] = {}
 
     def pool(self, blocks_total: int) -> BlockPool:
-        """Prompts are copied on write."""
+        """Return a pool without hits, because prompts are copied on write."""
         return UnhashedPool(blocks_total)
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
-        """The longest kept prompt that the request's begins with."""
+        """Return the longest stored prompt with which the request's prompt begins."""
         entry = self._longest(parts_of(request))
         self.statistics.count(entry.tokens if entry else 0, request.prompt_tokens)
         if entry is None:
@@ -122,7 +124,7 @@ class StoredPrompts:
         return Found(entry.tokens)
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Keep the prompt."""
+        """Store the prompt."""
         tokens = request.prompt_tokens
         if tokens < self._min_cache_tokens:
             return 0.0
@@ -140,7 +142,7 @@ class StoredPrompts:
         return 0.0
 
     def left(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """It uses its entry no more."""
+        """Release the entry that the request used."""
         entry = self._using.pop(request, None)
         if entry is not None:
             entry.users -= 1

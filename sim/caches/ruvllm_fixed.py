@@ -1,4 +1,4 @@
-"""RuvLLM's prefix cache as its proposal means it: a radix tree that shares heads."""
+"""RuvLLM's prefix cache as its proposal intends it: a radix tree that shares heads."""
 
 from typing import ClassVar
 
@@ -17,10 +17,10 @@ from sim.engine.request import EngineRequest
 class RuvllmFixed(RuvllmParameters, frozen=True):
     """RuvLLM ADR-011 with its two faults repaired: every head is shared, and the budget holds.
 
-    The KV cache hangs on the edges of the tree, so a head is kept once however many prompts have
-    it, and any head of what is kept is found. Leaves are evicted while there is too little room,
-    fewest hits first, of those the one that was used longest ago; what is in use stays, and of a
-    prompt that does not fit the head is kept.
+    The KV cache belongs to the edges of the tree. Therefore a head is stored once for all prompts
+    that have it, and any head of a stored prompt is found. If there is too little room, idle leaves
+    are evicted: those with the fewest hits first, and among them the least recently used. If a
+    prompt does not fit, its head is stored.
     """
 
     type_name: ClassVar[str] = "ruvllm-fixed"
@@ -28,7 +28,7 @@ class RuvllmFixed(RuvllmParameters, frozen=True):
     def open(
         self, profile: Profile, settings: EngineSettings, before: PromptCache | None
     ) -> "RadixTree":
-        """With nothing in it."""
+        """Return an empty cache."""
         return RadixTree(
             bytes_max=self.bytes_max(profile),
             bytes_per_token=profile.kv_bytes_per_token,
@@ -37,20 +37,20 @@ class RuvllmFixed(RuvllmParameters, frozen=True):
 
 
 class _Node(Struct, eq=False):
-    """The text of one part behind that of its parent."""
+    """The text of one part, after that of its parent."""
 
     key: int
     parent: "_Node | None"
     last_access_s: Seconds
     tokens: int = 0
-    """Kept, from the start of the part."""
+    """Stored tokens from the start of the part."""
     children: int = 0
     hits: int = 0
     users: int = 0
 
 
 class RadixTree:
-    """Parts of prompts by their keys, which stand for all text before them too."""
+    """A tree of parts of prompts by their keys. A key also stands for all text before its part."""
 
     def __init__(self, *, bytes_max: int, bytes_per_token: int, min_cache_tokens: int) -> None:
         self.statistics = Statistics()
@@ -62,11 +62,11 @@ class RadixTree:
         self._using: dict[EngineRequest, dict[_Node, None]] = {}
 
     def pool(self, blocks_total: int) -> BlockPool:
-        """Heads are copied on write."""
+        """Return a pool without hits, because heads are copied on write."""
         return UnhashedPool(blocks_total)
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
-        """The longest head of the prompt that is in the tree."""
+        """Return the longest head of the prompt in the tree."""
         parts = parts_of(request)
         found = start = 0
         path: dict[_Node, None] = {}
@@ -85,7 +85,7 @@ class RadixTree:
         return Found(found)
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """Keep the prompt, as far as there is room."""
+        """Store the prompt as far as there is room."""
         if request.prompt_tokens < self._min_cache_tokens:
             return 0.0
         parts, path = parts_of(request), self._using[request]
@@ -107,7 +107,7 @@ class RadixTree:
         return 0.0
 
     def left(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """It uses its nodes no more."""
+        """Release the nodes that the request used."""
         for node in self._using.pop(request, ()):
             node.users -= 1
         return 0.0
@@ -127,7 +127,7 @@ class RadixTree:
         return node
 
     def _make_room(self, tokens: int) -> bool:
-        """For so many more, if what may go is enough."""
+        """Evict idle leaves until `tokens` more fit; return False if they cannot."""
         room = self._bytes_max - tokens * self._bytes_per_token
         while self.statistics.memory_bytes > room:
             idle = (node for node in self._leaves if not node.users)

@@ -1,1 +1,1 @@
-"""Pods, pickers and clients in simulated time."""
+"""A simulated cluster: pods, pickers, clients and the gateway between them."""

@@ -1,4 +1,4 @@
-"""A trace's arrivals made ready for a run: spread, at another rate."""
+"""Arrivals of a trace, prepared for a run: spread over time, or at another rate."""
 
 import heapq
 import math
@@ -20,10 +20,10 @@ _GRID_S_MIN: Final = 0.5
 
 
 def grid_s(arrivals: Iterable[Arrival]) -> Seconds:
-    """How far apart the ticks of the trace's clock are, judged by its first 1,000 arrivals.
+    """Return the tick of the trace's clock in seconds, estimated from its first 1,000 arrivals.
 
-    0 unless most requests share their tick with another and ticks are half a second apart or more:
-    other traces need not be spread. Mooncake's conversation trace ticks every 3 s.
+    The result is 0 unless most requests share their tick with another one and ticks are at least
+    0.5 s apart. Other traces need not be spread. Mooncake's conversation trace has ticks of 3 s.
     """
     times_s = [arrival.time_s for arrival in islice(arrivals, _LOOKED_AT)]
     ticks = sorted(set(times_s))
@@ -33,9 +33,9 @@ def grid_s(arrivals: Iterable[Arrival]) -> Seconds:
 
 
 def spread_out(arrivals: Iterable[Arrival], width_s: Seconds, seed: int) -> Iterator[Arrival]:
-    """Delay each arrival by a uniform draw from [0, `width_s`), and sort them anew.
+    """Delay each arrival by a uniform random time below `width_s`, and sort the arrivals again.
 
-    What waits for an answer is left alone: its time only says when it cannot come earlier.
+    Arrivals that wait for an answer are unchanged, because their time is only a lower limit.
     """
     random = Random(f"{seed}:jitter")
     waiting: list[tuple[Seconds, int, Arrival]] = []
@@ -52,15 +52,15 @@ def spread_out(arrivals: Iterable[Arrival], width_s: Seconds, seed: int) -> Iter
 
 
 def faster(arrivals: Iterable[Arrival], factor: float) -> Iterator[Arrival]:
-    """The same requests `factor` times as fast; think times stay."""
+    """Yield the same requests `factor` times as fast; think times stay."""
     for arrival in arrivals:
         yield msgspec.structs.replace(arrival, time_s=arrival.time_s / factor)
 
 
 class Rate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """From `from_s` to `to_s` of the run requests come `factor` times as fast as elsewhere.
+    """A window from `from_s` to `to_s` of the run in which requests arrive `factor` times as fast.
 
-    With `factor_end` the rate changes evenly from the one to the other.
+    With `factor_end` the rate changes linearly from one factor to the other.
     """
 
     from_s: Instant
@@ -73,35 +73,39 @@ class Rate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def length_s(self) -> Seconds:
-        """Of the run."""
+        """Length of the window in the run, in seconds."""
         return self.to_s - self.from_s
 
     @property
     def last(self) -> float:
-        """The factor at its end."""
+        """Factor at the end of the window."""
         return self.factor if self.factor_end is None else self.factor_end
 
     @property
     def consumed_s(self) -> Seconds:
-        """How much of the trace's time passes in it: the integral of the factor."""
+        """Time of the trace that passes in the window: the integral of the factor, in seconds."""
         return self.length_s * (self.factor + self.last) / 2
 
     def after_s(self, consumed_s: Seconds) -> Seconds:
-        """How long into it so much of the trace's time has passed: the inverse of that integral."""
+        """Return the time in the window after which `consumed_s` of the trace have passed.
+
+        It is the inverse of the integral of the factor.
+        """
         slope = (self.last - self.factor) / self.length_s
         root = math.sqrt(max(0.0, self.factor**2 + 2 * slope * consumed_s))
-        # Not (root - factor) / slope, which is nothing by nothing at a constant rate.
+        # (root - factor) / slope would be 0 / 0 at a constant rate.
         return 2 * consumed_s / (root + self.factor)
 
 
 def at_rates(arrivals: Iterable[Arrival], rates: Sequence[Rate]) -> Iterator[Arrival]:
-    """The same requests in the same order, faster or slower while `rates` say so; think times stay.
+    """Yield the same requests in the same order, faster or slower in the windows of `rates`.
 
-    `rates` ascend and do not overlap.
+    `rates` ascend and do not overlap. Think times stay.
     """
     left = deque(rates)
     run_s = trace_s = 0.0
-    """An instant of the run, and what of the trace comes then: before, all is settled."""
+    """Time of the run, and the corresponding time of the trace. All arrivals before it are
+    converted."""
     for arrival in arrivals:
         time_s = arrival.time_s
         while left:
@@ -125,23 +129,25 @@ def made_ready(
     speed: float,
     rates: Sequence[Rate] = (),
 ) -> Iterator[Arrival]:
-    """The same requests, spread over `jitter_s`, then `speed` times as fast, then at `rates`."""
+    """Yield the same requests, spread over `jitter_s`, then `speed` times as fast, then at
+    `rates`.
+    """
     some = spread_out(arrivals, jitter_s, seed) if jitter_s else iter(arrivals)
     some = some if speed == 1.0 else faster(some, speed)
     return at_rates(some, rates) if rates else some
 
 
 class Pace(Struct, frozen=True):
-    """How fast the requests of a trace come."""
+    """The request rate of a trace."""
 
     requests_per_s: float
-    """From the first to the last; 1 if they all come at once."""
+    """Rate from the first to the last request; 1 if all arrive at once."""
     waits: bool
-    """Some wait for the answers to others, and cannot be hurried."""
+    """True if some requests wait for answers to others, so that their rate cannot be raised."""
 
 
 def pace_of(arrivals: Iterable[Arrival], requests_max: int | None = None) -> Pace:
-    """Of the first `requests_max`."""
+    """Return the pace of the first `requests_max` requests, or of all if it is None."""
     count, latest_s, waits = 0, 0.0, False
     for arrival in islice(arrivals, requests_max):
         count += 1

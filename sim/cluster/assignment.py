@@ -1,4 +1,4 @@
-"""Which picker a request reaches."""
+"""The assignment of requests to pickers."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -8,18 +8,19 @@ import xxhash
 
 
 class Assignment(StrEnum):
-    """How clients and the gateways between spread requests over pickers."""
+    """The way in which clients and gateways spread requests over pickers."""
 
     RANDOM = "random"
-    """Each request by itself."""
+    """Each request goes to a random picker."""
     STICKY = "sticky"
-    """A session stays with its picker while that is there; requests without one go at random."""
+    """A session stays with its picker while that runs. Requests without a session go to a random
+    picker."""
     SKEWED = "skewed"
-    """Each request by itself, the n-th picker with a weight of 1/n."""
+    """Each request goes to a random picker, and the n-th picker has a weight of 1/n."""
 
 
 class Assigner:
-    """Chooses among the pickers that are there; `seed` decides all that is drawn."""
+    """An assigner of requests to the running pickers; `seed` determines all random choices."""
 
     def __init__(self, assignment: Assignment, replicas: int, seed: int) -> None:
         self._assignment = assignment
@@ -29,19 +30,21 @@ class Assigner:
         self._there = list(range(replicas))
 
     def is_there(self, replica: int | None) -> bool:
-        """Whether requests may reach it; None is nobody."""
+        """Return whether `replica` runs and gets requests; False for None."""
         return replica in self._there
 
     def leave(self, replica: int) -> None:
-        """`replica` is not reached any more."""
+        """Send no more requests to `replica`."""
         self._there.remove(replica)
 
     def join(self, replica: int) -> None:
-        """`replica` is reached again."""
+        """Send requests to `replica` again."""
         self._there = sorted({*self._there, replica})
 
     def choose(self, session: str) -> int | None:
-        """The picker of a request of `session`, "" if it has none. None: no picker is there."""
+        """Return the picker of a request with `session` ("" if it has none); None if no picker
+        runs.
+        """
         there = self._there
         if len(there) < 2:
             return there[0] if there else None
@@ -53,7 +56,9 @@ class Assigner:
         return there[self._random.randrange(len(there))]
 
     def _home(self, session: str, there: Sequence[int]) -> int:
-        """Rendezvous hashing: when a picker comes or goes, only its own sessions move."""
+        """Return a picker by rendezvous hashing: if a picker comes or goes, only its own sessions
+        move.
+        """
 
         def weight(replica: int) -> int:
             key = f"{self._seed}\0{replica}\0{session}"

@@ -1,16 +1,17 @@
 """An autoscaler of simulated pods, by the rule of Kubernetes' HorizontalPodAutoscaler.
 
-Every `interval_s` it compares what pods show on average with what is wanted:
+Every `interval_s` it compares the mean of the pods' metric with the target:
 
     desired = ceil(pods x mean / target)
 
-and does nothing where mean / target is within `tolerance` of 1. A pod that shows nothing, because it
-starts or restarts, counts as idle when there would be more pods and as right on target when there
-would be fewer; if that turns the direction round, nothing is done. More pods are asked for at once,
-fewer only as the highest of the recommendations of the last `stabilization_s` says.
-Source: https://kubernetes.io/docs/concepts/workloads/autoscaling/horizontal-pod-autoscale/, "Algorithm
-details" and "Stabilization window", with the defaults given there. Policies that limit how many pods
-come or go at a time are left out, and so is how long a metric takes to the autoscaler.
+It does nothing while mean / target is within `tolerance` of 1. A pod without a metric, because it
+starts or restarts, counts as idle if the number of pods would rise, and as on target if it would
+fall. If this reverses the direction, nothing is done. A rise takes effect at once. A fall follows
+the highest recommendation of the last `stabilization_s`.
+
+Source: https://kubernetes.io/docs/concepts/workloads/autoscaling/horizontal-pod-autoscale/,
+"Algorithm details" and "Stabilization window", with the defaults given there. Policies that limit
+how many pods change at a time are left out, and so is the delay of the metric.
 """
 
 import math
@@ -28,34 +29,36 @@ from sim.cluster.simulated_pod import PodKind, SimulatedPod
 from sim.cluster.windows import Duration, Share
 
 _DIGITS: Final = 9
-"""Of a ratio or a number of pods: more are rounding, which must not cost a pod."""
+"""Decimal digits of a ratio or number of pods. Further digits are rounding errors, which must not
+change the number of pods."""
 
 
 class ScaledBy(StrEnum):
-    """What of a pod's page an autoscaler looks at."""
+    """The metric on a pod's page that an autoscaler uses."""
 
     WAITING_REQUESTS = "waiting-requests"
     INFLIGHT_REQUESTS = "inflight-requests"
-    """Running and waiting."""
+    """Running and waiting requests."""
 
 
 class AutoscalerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many pods there are is up to the load. Raises `ValueError`."""
+    """The settings of an autoscaler. Raises `ValueError`."""
 
     metric: ScaledBy
     target: Annotated[float, Meta(gt=0.0, le=1e6)]
-    """Requests, mean of the pods."""
+    """Target of the metric in requests, as the mean of the pods."""
     pods_min: Annotated[int, Meta(ge=1, le=1_000)] = 1
     pods_max: Annotated[int, Meta(ge=1, le=1_000)]
     labels: dict[str, str] = field(default_factory=dict)
-    """Of the pods that it looks at, starts and ends, as one Deployment has them; none: all pods."""
+    """Labels of the pods that it scales, like those of one Deployment. No labels select all
+    pods."""
     interval_s: Annotated[float, Meta(ge=1.0, le=3_600.0)] = 15.0
     tolerance: Share = 0.1
     stabilization_s: Annotated[float, Meta(ge=0.0, le=3_600.0)] = 300.0
     startup_s: Duration = 30.0
-    """From the decision to a pod that serves."""
+    """Time from the decision to a pod that serves."""
     grace_s: Duration = 30.0
-    """A pod that goes is drained for so long at most."""
+    """Maximum time for which an ending pod is drained."""
 
     def __post_init__(self) -> None:
         if self.pods_min > self.pods_max:
@@ -64,11 +67,13 @@ class AutoscalerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
 
     def scales(self, kind: PodKind) -> bool:
-        """Whether a pod of this kind is one of its pods."""
+        """Return whether it scales pods of this kind."""
         return kind.labels.items() >= self.labels.items()
 
     def check(self, kinds: Sequence[PodKind]) -> None:
-        """`ClusterSettingsError` unless so many of the pods at the beginning are its own."""
+        """Raise `ClusterSettingsError` unless the number of its pods at the start is within its
+        limits.
+        """
         own = sum(map(self.scales, kinds))
         if not self.pods_min <= own <= self.pods_max:
             which = f" with {self.labels}" if self.labels else ""
@@ -79,9 +84,10 @@ class AutoscalerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def desired_pods(shown: Sequence[float], *, silent: int, target: float, tolerance: float) -> int:
-    """How many pods there should be: `shown` is the metric of each pod that shows it.
+    """Return the desired number of pods.
 
-    `silent`: those that show nothing. What there are, if nothing should change.
+    `shown` is the metric of each pod that reports it, and `silent` the number of pods that report
+    nothing. The result is the present number if nothing should change.
     """
     pods = len(shown) + silent
     if not shown:
@@ -96,30 +102,30 @@ def desired_pods(shown: Sequence[float], *, silent: int, target: float, toleranc
 
 
 class Autoscaler:
-    """Starts and drains pods of `cluster`, which is at its beginning.
+    """An autoscaler that starts and drains pods of `cluster`, which must be at its start.
 
-    A pod that it starts is like the first of its pods, and takes the name of one that it has ended
-    if there is one, so that names stay few. Who joined last goes first, who has not yet started
-    before all. What left for another reason is replaced, as a Deployment does it.
+    A pod that it starts is like the first of its pods. It reuses the name of an ended pod if there
+    is one, so that there are few names. Pods that have not started yet end first, then the pod that
+    joined last. Pods that ended for another reason are replaced, as a Deployment does it.
     """
 
     def __init__(self, settings: AutoscalerSettings, cluster: Cluster) -> None:
         self.settings = settings
         self.pods = len(self._own(cluster))
-        """How many it wants."""
+        """Number of pods that it wants."""
         self._cluster = cluster
         self._kind = next(kind for kind in cluster.settings.pods if settings.scales(kind))
         self._recommended: deque[tuple[Seconds, int]] = deque([(cluster.loop.now, self.pods)])
-        """Within the stabilization window."""
+        """Recommendations within the stabilization window, with their times."""
         self._asked = 0
         self._starting: list[int] = []
-        """Numbers of what was asked for and is not there, in this order."""
+        """Numbers of the requested pods that do not serve yet, in order."""
         self._ended: set[int] = set()
         """Numbers of the pods that it has ended."""
         cluster.loop.after(settings.interval_s, self._evaluate)
 
     def _own(self, cluster: Cluster) -> list[SimulatedPod]:
-        """Its pods that are there or come back."""
+        """Return its pods that run or will return."""
         return [
             pod
             for pod in cluster.pods
@@ -165,7 +171,7 @@ class Autoscaler:
 
     def _started(self, asked: int) -> None:
         if asked not in self._starting:
-            # It was given up meanwhile.
+            # The pod was cancelled meanwhile.
             return
         self._starting.remove(asked)
         cluster = self._cluster
@@ -179,7 +185,7 @@ class Autoscaler:
         cluster.pods.add([self._kind])
 
     def _end_one(self, own: list[SimulatedPod]) -> None:
-        """One of `own`, which leaves that list, if there is one that can be ended."""
+        """End one pod of `own` and remove it from the list, if one can be ended."""
         if self._starting:
             self._starting.pop()
             self._cluster.pods.expect(-1)

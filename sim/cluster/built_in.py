@@ -1,7 +1,7 @@
-"""Configurations that have a name, to compare one's own with: what `--config NAME` runs.
+"""Named configurations for comparison with one's own: the values of `--config NAME`.
 
-Ours and the field's are `epp.plugins.strategies`; those of other distributions, such as
-homing-rivals, are found by their entry points.
+`epp.plugins.strategies` holds Homing's strategies and general ones. Other distributions, such as
+homing-rivals, offer theirs through entry points.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,22 +15,23 @@ from epp.plugins.contract import Strategy
 from epp.plugins.strategies import STRATEGIES
 
 ENTRY_POINTS: Final = "homing.strategies"
-"""Group in which distributions offer strategies: each entry point a tuple of `Strategy`."""
+"""Entry-point group in which distributions offer strategies. Each entry point is a tuple of
+`Strategy`."""
 RIVALS_MISSING: Final = (
-    "those of other routers are in homing-rivals, which is not installed: "
+    "strategies of other routers are in homing-rivals, which is not installed: "
     "pip install 'homing-epp[rivals]'"
 )
 _RIVALS: Final = "rivals"
 DEFAULT_POLICY: Final = "default"
-"""The configuration that `epp serve` has when it is given none."""
+"""Name of the configuration that `epp serve` uses without a document."""
 
 
 @cache
 def strategies() -> Mapping[str, Strategy]:
-    """By name, ours first.
+    """Return all strategies by name, Homing's own first.
 
-    Raises `ConfigError` when an installed distribution's cannot be imported or are no strategies,
-    or take a name that is in use.
+    Raises `ConfigError` if an entry point cannot be imported, if it is not a tuple of `Strategy`,
+    or if a name is already in use.
     """
     found = dict(STRATEGIES)
     problems: list[str] = []
@@ -38,16 +39,18 @@ def strategies() -> Mapping[str, Strategy]:
         where = f"entry point {entry.name} ({entry.value})"
         try:
             offered = entry.load()
-        except Exception as error:  # noqa: BLE001  the code of others runs
+        except Exception as error:  # noqa: BLE001  other distributions' code runs
             problems.append(f"{where} cannot be imported: {type(error).__name__}: {error}")
             continue
         if not isinstance(offered, Iterable):
             offered = (None,)
         for strategy in offered:
             if not isinstance(strategy, Strategy):
-                problems.append(f"{where} is no tuple of Strategy")
+                problems.append(f"{where} is not a tuple of Strategy")
             elif strategy.name == DEFAULT_POLICY or strategy.name in found:
-                problems.append(f"{where} has strategy {strategy.name}, which is taken")
+                problems.append(
+                    f"{where} has strategy {strategy.name}, whose name is already in use"
+                )
             else:
                 found[strategy.name] = strategy
     if problems:
@@ -57,11 +60,13 @@ def strategies() -> Mapping[str, Strategy]:
 
 @cache
 def configurations() -> Mapping[str, str]:
-    """Name -> text, an `EndpointPickerConfig`. Raises as `strategies`."""
+    """Return the text of each named `EndpointPickerConfig`. Raises `ConfigError` like
+    `strategies`.
+    """
     named = {name: strategy.config for name, strategy in strategies().items()}
     return MappingProxyType({DEFAULT_POLICY: DEFAULT_CONFIG, **named})
 
 
 def rivals_installed() -> bool:
-    """Whether strategies of other routers have names here."""
+    """Return whether the strategies of other routers are installed."""
     return bool(entry_points(group=ENTRY_POINTS, name=_RIVALS))

@@ -1,6 +1,7 @@
-"""What must hold after every event of a run, one function each. AssertionError says what does not.
+"""Invariants that must hold after every event of a run, one function each. AssertionError names a
+violation.
 
-`sim replay --check` and the tests run all of them; they look at everything there is, so a run takes
+`sim replay --check` and the tests run all of them. They look at the complete state, so a run takes
 many times as long.
 """
 
@@ -13,13 +14,15 @@ from sim.cluster.cluster import Cluster
 
 
 def no_block_used_twice(cluster: Cluster) -> None:
-    """A KV block has as many holders as requests use it, and no request is in two places."""
+    """Check that each KV block has as many holders as requests use it, and that no request is in
+    two places.
+    """
     for pod in cluster.pods:
         pod.engine.check()
 
 
 def free_and_used_are_all(cluster: Cluster) -> None:
-    """Free and used blocks together are all blocks but the reserved one."""
+    """Check that free and used blocks together are all blocks but the reserved one."""
     for pod in cluster.pods:
         for rank in pod.ranks:
             pool = rank.pool
@@ -31,7 +34,9 @@ def free_and_used_are_all(cluster: Cluster) -> None:
 
 
 def no_request_lost(cluster: Cluster) -> None:
-    """Each request that arrived is under way or has ended in one way; each is in one engine."""
+    """Check that each request that arrived is in progress or has ended once, and that each is in
+    one engine.
+    """
     clients = cluster.clients
     ended = sum(clients.fates.values())
     under_way = len(clients.requests)
@@ -47,15 +52,15 @@ def no_request_lost(cluster: Cluster) -> None:
         )
         assert not inside or max(inside.values()) == 1, f"{pod.name} has a request twice"
         known = set(pod.requests)
-        assert set(inside) <= known | pod.leaving, f"{pod.name} runs requests that nobody waits for"
+        assert set(inside) <= known | pod.leaving, f"{pod.name} runs requests without a client"
         finishing = {key for key, request in pod.requests.items() if request.engine.finished}
         assert known - finishing <= set(inside), f"{pod.name} has lost a request"
 
 
 def leases_return_to_zero(cluster: Cluster) -> None:
-    """A picker holds a lease for each request that it routed and that has not ended: no other.
+    """Check that a picker holds one lease for each request that it routed and that has not ended.
 
-    Unless the gateway told it that an endpoint serves it which the picker does not know.
+    A request is excepted if the gateway reported an endpoint that the picker does not know.
     """
     routed = [
         request.policy
@@ -74,14 +79,14 @@ def leases_return_to_zero(cluster: Cluster) -> None:
 
 
 class TimeNeverRunsBack:
-    """Simulated time does not fall from one event to the next."""
+    """A check that simulated time never decreases from one event to the next."""
 
     def __init__(self) -> None:
         self._latest_s: Seconds = 0.0
 
     def __call__(self, cluster: Cluster) -> None:
         now = cluster.loop.now
-        assert now >= self._latest_s, f"time ran from {self._latest_s} s back to {now} s"
+        assert now >= self._latest_s, f"time went back from {self._latest_s} s to {now} s"
         self._latest_s = now
 
 
@@ -94,7 +99,7 @@ CHECKS: Final = (
 
 
 def checker(cluster: Cluster) -> Callable[[], None]:
-    """All checks of `cluster`, to be called after each event."""
+    """Return a function that runs all checks of `cluster`, to be called after each event."""
     checks = (*CHECKS, TimeNeverRunsBack())
 
     def check() -> None:

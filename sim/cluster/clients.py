@@ -1,4 +1,4 @@
-"""The clients of a cluster: they send requests, wait for answers, and leave or ask again."""
+"""The clients of a cluster: they send requests, wait for answers, and leave or retry."""
 
 import heapq
 import math
@@ -14,17 +14,19 @@ from sim.cluster.simulated_request import Failure, Fate, SimulatedRequest
 from sim.traces.arrival import Arrival
 
 RETRIED: Final = frozenset({429, 503})
-"""What a server says that is worth asking again."""
+"""HTTP statuses after which a client retries."""
 
 _ASKED_AGAIN: Final = frozenset({Failure.POD_DIED, Failure.NO_PICKER})
-"""What clients send again besides."""
+"""Failures after which a client retries."""
 
 ENDED_MAX: Final = 65_536
-"""Requests of which the end is remembered for the turns that come after them."""
+"""Maximum number of ended requests whose time is remembered for the following turns."""
 
 
 class Clients:
-    """Send `arrivals` through `gateway`; `tell_ended` gets each request when it has its fate."""
+    """Clients that send `arrivals` through `gateway`; `tell_ended` gets each request with
+    its fate.
+    """
 
     def __init__(
         self,
@@ -41,44 +43,44 @@ class Clients:
         self._gateway = gateway
         self._tell_ended = tell_ended
         self.requests: dict[int, SimulatedRequest] = {}
-        """What has arrived and not ended, by sequence number."""
+        """Requests that have arrived and not ended, by sequence number."""
         self.arrived = 0
         self.retried = 0
-        """Times that a client has sent a request again."""
+        """Number of retries of all clients."""
         self.fates: dict[Fate, int] = dict.fromkeys(Fate, 0)
-        """How many requests have ended so."""
+        """Number of ended requests by fate."""
         self._arrivals: Iterator[Arrival] = iter(arrivals)
         self._pending_arrivals = 0
         self._next_arrival_at: Seconds = 0.0
         self._thinking: list[Seconds] = []
-        """Heap of the instants at which the next turns will be sent."""
+        """Heap of the times at which the next turns will be sent."""
         self._under_way: set[int] = set()
-        """Indices of the requests that were sent, or are going to be, and have not ended."""
+        """Indices of the requests that were sent, or will be, and have not ended."""
         self._waiting: dict[int, list[Arrival]] = {}
-        """Index of a request under way -> the turns that wait for its answer."""
+        """Turns that wait for the answer to a request in progress, by its index."""
         self._ended_at: dict[int, Seconds] = {}
-        """When the last ones ended, by index."""
+        """Times at which the latest requests ended, by index."""
         self._random_abort = Random(f"{seed}:abort")
         self._pull()
 
     @property
     def done(self) -> bool:
-        """No request is under way and none will arrive."""
+        """True if no request is in progress and none will arrive."""
         return not self.requests and not self._pending_arrivals
 
     @property
     def next_sent_at(self) -> Seconds:
-        """When the next request that is known of will be sent; infinite if there is none."""
+        """Time when the next known request will be sent; infinite if there is none."""
         return min(self._next_arrival_at, self._thinking[0] if self._thinking else math.inf)
 
     def go_on(self, arrivals: Iterable[Arrival]) -> None:
-        """Send these where all that was there before has been sent."""
-        assert self._next_arrival_at == math.inf, "the arrivals before have come"
+        """Send `arrivals` after all earlier ones have been sent."""
+        assert self._next_arrival_at == math.inf, "all earlier arrivals were sent"
         self._arrivals = iter(arrivals)
         self._pull()
 
     def end(self, request: SimulatedRequest, fate: Fate) -> None:
-        """The client of `request` has its answer, or none; it may ask again."""
+        """End a request with its answer or without one, or retry it."""
         if self._is_retried(request, fate):
             self._retry(request)
             return
@@ -120,7 +122,7 @@ class Clients:
             self._under_way.add(arrival.index)
             self._waiting.setdefault(first, []).append(arrival)
         else:
-            # Its answer is there already, unless the trace has lost it.
+            # The answer already exists, unless the trace has lost it.
             self._think(arrival, self._ended_at.get(first, -arrival.think_s) + arrival.think_s)
 
     def _think(self, arrival: Arrival, until: Seconds) -> None:
@@ -156,7 +158,7 @@ class Clients:
         return request.status in RETRIED or request.failure in _ASKED_AGAIN
 
     def _retry(self, request: SimulatedRequest) -> None:
-        """The client asks again; a turn that waits for the answer goes on waiting."""
+        """Send a request again. Turns that wait for its answer keep waiting."""
         pause_s = self._settings.clients.pause_before_s(request.retries)
         request.retries += 1
         self.retried += 1

@@ -1,7 +1,7 @@
 """A pool of pods, the pickers that route to it and the clients that use it, in simulated time.
 
-`Clients` send requests through a `Gateway`, which asks `Pickers` for a pod of `Pods`, which `Faults`
-strike. Each keeps its own state and changes that of nobody else; time passes in the `Loop` alone.
+`Clients` send requests through a `Gateway`. The gateway asks `Pickers` for a pod among `Pods`, and
+`Faults` affect the pods. Each object changes only its own state. Time passes only in the `Loop`.
 """
 
 import math
@@ -27,21 +27,21 @@ from sim.traces.arrival import Arrival
 from sim.traces.prompts import PromptHashes
 
 REST_S_MIN: Final[Seconds] = 600.0
-"""So long without a request pickers rest until `_LOOK_AHEAD_S` before the next: of a scrape or a tick
-in between nothing would be left by then."""
+"""Minimum time without a request in which pickers rest until `_LOOK_AHEAD_S` before the next one. A
+scrape or tick during it would have no effect any more."""
 
 _LOOK_AHEAD_S: Final[Seconds] = 60.0
 
 
 class Cluster:
-    """Runs `arrivals` through pickers and pods; `ended` gets each request when it ends.
+    """A run of `arrivals` through pickers and pods; `ended` gets each request when it ends.
 
-    `stepped` gets each step of each pod when it ends, `decided` each request when it has a route.
-    `open_policy(seed)` makes a picker, `request_of` the request as it has parsed it. `seed` decides
-    everything that is drawn: nothing else does.
+    `stepped` gets each step of each pod when it ends. `decided` gets each request when it has a
+    route. `open_policy(seed)` creates a picker, and `request_of` returns a request as the picker
+    parsed it. `seed` alone determines all random numbers.
     """
 
-    def __init__(  # noqa: PLR0913  all that a run is made of
+    def __init__(  # noqa: PLR0913  the parts of a run
         self,
         settings: ClusterSettings,
         open_policy: Callable[[int], Policy],
@@ -55,7 +55,9 @@ class Cluster:
         faults: Iterable[Fault] = (),
         resolver: Resolver | None = None,
     ) -> None:
-        """`resolver`: what requests may have to wait for before pickers place them."""
+        """Set up the cluster; `resolver` delays requests before pickers place them, None for no
+        delay.
+        """
         self.settings = settings
         self.loop = Loop()
         self._tell_stepped = stepped
@@ -92,11 +94,11 @@ class Cluster:
         return f"<Cluster [{len(self.pods)} pods, {requests} requests, {self.loop.now} s]>"
 
     def run(self, after_event: Callable[[], None] | None = None) -> None:
-        """Until the last request has ended. `after_event` is called after each event."""
+        """Run until the last request has ended; call `after_event` after each event."""
         if not self.clients.done:
             self.loop.run(after_event)
 
-    # What those further from the clients tell those nearer to them.
+    # Notifications from the pods towards the clients.
 
     def _stepped(self, pod: SimulatedPod, step: Step) -> None:
         if self._tell_stepped is not None:
@@ -112,7 +114,7 @@ class Cluster:
     def _end(self, request: SimulatedRequest, fate: Fate) -> None:
         self.clients.end(request, fate)
 
-    # What happens without a request.
+    # Events that no request causes.
 
     def _tick(self) -> None:
         self.pickers.tick()

@@ -1,9 +1,9 @@
-"""What one process of a simulated engine has published: KV events, a frame a step.
+"""The KV events that one process of a simulated engine published, one frame per step.
 
-Frames have our keys in the place of tokens, those that `sim/traces/prompts` makes: what a picker makes of
-the tokens and hashes of a real frame is made here once, for all pickers. That the two come to the same is
-tested. A block that is there more than once is told with the first copy and with the last, as a picker
-counts them.
+Frames contain the picker's block keys instead of tokens (`sim/traces/prompts`). In production, each
+picker computes these keys from the tokens and hashes of a frame. Here they are computed once for
+all pickers, and a test shows that both ways agree. If a block has several copies, the first copy
+reports it as stored and the last one as removed, because a picker counts copies this way.
 """
 
 import math
@@ -18,11 +18,11 @@ from epp.core.types import Seconds
 from sim.traces.prompts import block_hashes
 
 FRAMES_KEPT_MAX: Final = 10_000
-"""To be told again; `buffer_steps` of vLLM."""
+"""Number of frames that can be replayed; `buffer_steps` of vLLM."""
 
 
 class _Change(Struct):
-    """Blocks that are held from now on, or not any more: their numbers in their chains, and hashes."""
+    """Blocks that were stored or removed: their numbers in their chains, and their hashes."""
 
     held: bool
     numbers: list[int]
@@ -30,7 +30,7 @@ class _Change(Struct):
 
 
 class Frame(Struct):
-    """What one step did."""
+    """The changes of one step."""
 
     number: int
     sent_at_s: Seconds
@@ -39,26 +39,28 @@ class Frame(Struct):
 
 
 class EventLog:
-    """A `PoolWatcher`. `end_step` closes a frame; the last are kept."""
+    """A `PoolWatcher` that records frames. `end_step` closes a frame; the last frames are
+    retained.
+    """
 
     def __init__(self, block_tokens: int) -> None:
-        """`block_tokens`: in a block of the engine."""
+        """Start an empty log; `block_tokens` is the engine's block size in tokens."""
         self.block_tokens = block_tokens
         self.next = 0
-        """The number of the frame that comes next."""
+        """Number of the next frame."""
         self.ended_at_s: Seconds = math.inf
-        """When the process was gone."""
+        """Time when the process ended; infinite while it runs."""
         self._frames: list[Frame] = []
         self._copies: dict[int, int] = {}
         self._changes: list[_Change] = []
 
     @property
     def first(self) -> int:
-        """The number of the oldest frame that is still there, or of the next."""
+        """Number of the oldest retained frame, or of the next one if none is retained."""
         return self.next - len(self._frames)
 
     def stored(self, keys: Sequence[int], ends: Sequence[int], start: int, end: int) -> None:
-        """Of copies the first is told."""
+        """Record stored blocks. Only the first copy of a block is reported."""
         change = self._change(held=True)
         copies = self._copies
         hashes = block_hashes(keys, ends, start, end, self.block_tokens)
@@ -70,7 +72,7 @@ class EventLog:
                 change.hashes.append(block)
 
     def forgotten(self, keys: Sequence[int], ends: Sequence[int], start: int, end: int) -> None:
-        """Of copies the last is told."""
+        """Record removed blocks. Only the last copy of a block is reported."""
         change = self._change(held=False)
         copies = self._copies
         hashes = block_hashes(keys, ends, start, end, self.block_tokens)
@@ -83,10 +85,10 @@ class EventLog:
                 change.hashes.append(block)
 
     def cleared(self) -> None:
-        raise AssertionError("nobody resets a cache in simulated time")
+        raise AssertionError("no cache is reset in simulated time")
 
     def end_step(self, now: Seconds) -> None:
-        """The step has ended: what it did is sent, if it did anything."""
+        """Send the changes of the step that has ended, if there are any."""
         changes = [change for change in self._changes if change.hashes]
         self._changes = []
         if not changes:
@@ -97,31 +99,34 @@ class EventLog:
             del self._frames[:-FRAMES_KEPT_MAX]
 
     def end(self, now: Seconds) -> None:
-        """The process is gone, with what it did not send."""
+        """End the process; changes that were not sent are lost."""
         self.ended_at_s = now
         self._changes = []
 
     def frame(self, number: int) -> Frame | None:
-        """None: it is not kept any more."""
+        """Return the frame `number`, or None if it is no longer retained."""
         at = number - self.first
         return self._frames[at] if at >= 0 else None
 
     def next_at(self, instant: Seconds) -> int:
-        """The number of the first frame that is sent after `instant`."""
+        """Return the number of the first frame that is sent after `instant`."""
         number = self.next
         while number > self.first and self._frames[number - 1 - self.first].sent_at_s > instant:
             number -= 1
         return number
 
     def kept(self, first: int, before: int) -> Sequence[Frame]:
-        """The frames `first` to `before` that an engine would tell again when `before` comes next."""
+        """Return the frames from `first` that an engine would replay before it sends frame
+        `before`.
+        """
         first = max(first, self.first, before - FRAMES_KEPT_MAX)
         return self._frames[first - self.first : max(first, before) - self.first]
 
     def changes_of(self, frame: Frame, block_tokens: int) -> list[Changed]:
-        """What `frame` tells of blocks of `block_tokens`, a multiple of those of the engine.
+        """Return the changes in `frame` of blocks of `block_tokens`, a multiple of the engine's
+        block size.
 
-        One is held while the block of the engine is with which it ends.
+        Such a block is stored as long as the engine's block at its end is.
         """
         known = frame.by_size.get(block_tokens)
         if known is None:
@@ -138,7 +143,7 @@ class EventLog:
         return known
 
     def _change(self, *, held: bool) -> _Change:
-        """The last one, if it goes on with that."""
+        """Return the last change if it has the same kind, or a new one."""
         if self._changes and self._changes[-1].held is held:
             return self._changes[-1]
         change = _Change(held, [], [])

@@ -1,4 +1,4 @@
-"""What goes wrong with pods, drawn from the seed."""
+"""Random faults of pods, determined by the seed."""
 
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
@@ -14,15 +14,15 @@ from sim.cluster.pods import Pods
 
 class FaultKind(StrEnum):
     DIE = "die"
-    """The pod is gone for good, unless it is the last one."""
+    """The pod ends for good, unless it is the last one."""
     RESTART = "restart"
-    """The process dies and comes back after a while, empty."""
+    """The process dies and restarts after a while with an empty cache."""
     JOIN = "join"
-    """One more pod of the same kind."""
+    """One more pod of the same kind starts."""
     LAG = "lag"
     """Every step takes several times as long, for a while."""
     STALE = "stale"
-    """The page stands still, for a while."""
+    """The metrics page does not change, for a while."""
 
 
 _WEIGHTS: Final = {
@@ -35,18 +35,18 @@ _WEIGHTS: Final = {
 
 
 class Fault(Struct, frozen=True, kw_only=True):
-    """One fault. It strikes pod `pod`, counted round when there are fewer."""
+    """One fault. It affects pod number `pod` modulo the number of pods."""
 
     kind: FaultKind
     at_s: Seconds
     pod: int
     duration_s: Seconds
     factor: float
-    """How many times slower a lagging pod is."""
+    """Factor by which a lagging pod is slower."""
 
 
 def draw_faults(seed: int, *, mean_gap_s: Seconds) -> Iterator[Fault]:
-    """Faults without end, as a Poisson process with one every `mean_gap_s` on average."""
+    """Yield faults without end, as a Poisson process with a mean gap of `mean_gap_s`."""
     random = Random(f"{seed}:faults")
     kinds, weights = list(_WEIGHTS), list(_WEIGHTS.values())
     at_s = 0.0
@@ -62,7 +62,7 @@ def draw_faults(seed: int, *, mean_gap_s: Seconds) -> Iterator[Fault]:
 
 
 class Faults:
-    """Let `faults`, in the order of their instants, strike `pods`."""
+    """Applies `faults`, which are in the order of their times, to `pods`."""
 
     def __init__(self, faults: Iterable[Fault], loop: Loop, pods: Pods) -> None:
         self._faults = iter(faults)

@@ -1,9 +1,9 @@
-"""The gateway between clients, pickers and pods: it takes a request through all that happens to it.
+"""The gateway between clients, pickers and pods, which takes a request through all its stages.
 
-A request reaches a picker after the network delay, then its pod after the network delay and what
-the server's front end takes, and its answer comes back after the network delay. The picker is told
-of the end when the client is. With Homing's own Envoy configuration response bodies pass the picker
-by, so that it is told of first outputs only with `response_chunks`.
+A request reaches a picker after the network delay. It reaches its pod after another network delay
+plus the time of the server's front end. The answer returns after the network delay. The picker sees
+the end of a request when the client does. With Homing's own Envoy configuration, response bodies do
+not pass through the picker. It therefore sees first outputs only with `response_chunks`.
 """
 
 from collections.abc import Callable
@@ -28,14 +28,16 @@ from sim.traces.arrival import Arrival
 from sim.traces.prompts import PromptHashes
 
 NO_PICKER_STATUS: Final = 500
-"""What Envoy answers for a picker that it does not reach, unless it fails open (docs/protocol.md)."""
+"""Status that Envoy returns if it cannot reach a picker, unless it fails open
+(docs/protocol.md)."""
 
 
 class Gateway:
-    """Takes requests of clients; `ended` gets each with its fate when its client has the answer.
+    """A gateway that takes requests of clients; `ended` gets each with its fate when the client has
+    the answer.
 
-    `request_of` gives a request as pickers have parsed it, `resolver` what requests may have to wait
-    for before pickers place them.
+    `request_of` returns a request as pickers parse it. `resolver` delays requests before pickers
+    place them; None for no delay.
     """
 
     def __init__(
@@ -58,20 +60,20 @@ class Gateway:
         self._resolver = resolver
         self._ended = ended
         self.decided: Callable[[SimulatedRequest], None] | None = None
-        """Gets each request when it has a route, before anything else happens."""
+        """Callback that gets each request when it has a route, before anything else happens."""
         self._connections = Connections(settings.reschedules, seed=seed)
         self.rescheduled = 0
-        """Requests that a pod took that was not the first that the picker named."""
+        """Number of requests that another pod than the first named one accepted."""
 
-    # From the client.
+    # Calls from clients.
 
     def take(self, request: SimulatedRequest, pause_s: Seconds = 0.0) -> None:
-        """A client sends `request` in `pause_s`, to a picker that is there now."""
+        """Send `request` after `pause_s` to a picker that runs now."""
         request.replica = self._pickers.assigner.choose(request.arrival.session)
         self._loop.after(pause_s + self._settings.network_delay_s, self._route, request)
 
     def hang_up(self, request: SimulatedRequest) -> None:
-        """The client leaves, unless its answer is already on the way."""
+        """End a request because its client leaves, unless its answer is already on the way."""
         if request.fate is not None or request.finished_at is not None:
             return
         pod = request.pod
@@ -80,14 +82,14 @@ class Gateway:
         self._complete(request, Ending.CLIENT_LEFT, 200 if request.submitted_at is not None else 0)
         self._end(request, Fate.ABORTED)
 
-    # To the picker.
+    # Calls to pickers.
 
     def _route(self, request: SimulatedRequest) -> None:
         if request.fate is not None:
             return
         assigner = self._pickers.assigner
         if not assigner.is_there(request.replica):
-            # It died on the way.
+            # The picker died while the request was on the way.
             request.replica = assigner.choose(request.arrival.session)
         if request.replica is None:
             self._fail(request, Failure.NO_PICKER, NO_PICKER_STATUS)
@@ -102,7 +104,7 @@ class Gateway:
         self._hold(request, parsed)
 
     def _resolved(self, request: SimulatedRequest, resolution: Resolution) -> None:
-        """What `request` waited for is there."""
+        """Continue with `request` after its delay."""
         if not self._waited(request):
             return
         if isinstance(resolution, Refusal):
@@ -111,7 +113,7 @@ class Gateway:
             self._hold(request, resolution)
 
     def _hold(self, request: SimulatedRequest, parsed: InferenceRequest) -> None:
-        """Place `request` now, or when its picker lets it go."""
+        """Place `request` now, or when its picker releases it."""
         if self._pickers.may_hold(request):
             request.wait = self._pickers.hold(request, parsed, partial(self._let_go, request))
             if request.wait is not None:
@@ -119,23 +121,25 @@ class Gateway:
         self._place(request, parsed)
 
     def _let_go(self, request: SimulatedRequest, resolution: Resolution) -> None:
-        """Its picker holds `request` no longer."""
+        """Place `request` after its picker has released it."""
         if self._waited(request):
             self._place(request, resolution)
 
     def _waited(self, request: SimulatedRequest) -> bool:
-        """End the wait of `request`; False: nobody asks any more, or there is nobody to place it."""
+        """End the wait of `request`; return False if the request has ended or its picker is
+        gone.
+        """
         if request.wait is None:
             return False
         request.wait = None
         if not self._pickers.assigner.is_there(request.replica):
-            # Its stream ended with the picker.
+            # The stream ended with the picker.
             self._fail(request, Failure.NO_PICKER, NO_PICKER_STATUS)
             return False
         return True
 
     def _place(self, request: SimulatedRequest, resolution: Resolution) -> None:
-        """Ask for the endpoint of `request`, and send it there."""
+        """Ask the picker for the endpoint of `request`, and send the request there."""
         routed = self._pickers.route(request, resolution)
         delay_s = self._settings.network_delay_s
         if isinstance(routed, Refusal):
@@ -153,10 +157,10 @@ class Gateway:
             request.metrics_age_s = leg.candidates.metrics_age_s_of(leg.picked)
         self._ask(request, routed.endpoint, delay_s)
 
-    # To the pod.
+    # Calls to pods.
 
     def _ask(self, request: SimulatedRequest, endpoint: Endpoint, delay_s: Seconds) -> None:
-        """Send `request` to `endpoint`, which has it after `delay_s`."""
+        """Send `request` to `endpoint`, where it arrives after `delay_s`."""
         pod = self._pods.at(endpoint)
         request.pod = pod
         request.life = pod.life
@@ -183,7 +187,7 @@ class Gateway:
         rank = None if decision is None else decision.rank
         failure = _unfit(pod.kind, arrival, rank)
         if failure is not None:
-            # The server says so before it computes anything.
+            # The server rejects it before it computes anything.
             self._fail(request, failure, 400)
             return
         request.engine = _engine_request(request, pod.kind)
@@ -193,14 +197,16 @@ class Gateway:
         pod.submit(request.engine, rank)
 
     def _gets_through(self, request: SimulatedRequest, pod: SimulatedPod) -> bool:
-        """Only of the endpoint named first is it said in a scenario that it cannot be reached."""
+        """Return whether the connection works. Scenarios affect only the endpoint named first."""
         if request.passed_over or not self._settings.reschedules:
             return True
         index = request.arrival.index
         return not self._connections.fails(pod.number, index, request.retries, self._loop.now)
 
     def _pass_over(self, request: SimulatedRequest, failure: Failure) -> None:
-        """Ask the next endpoint that the picker has named, if there is one."""
+        """Send `request` to the next endpoint that the picker named, or fail it if there is
+        none.
+        """
         assert request.route is not None
         decision = request.route.decision
         others = () if decision is None else decision.leg.fallbacks
@@ -208,14 +214,14 @@ class Gateway:
             self._fail(request, failure, 503)
             return
         request.passed_over += 1
-        # Its connection came back refused.
+        # The refused connection took one round trip.
         delay_s = 2 * self._settings.network_delay_s
         self._ask(request, others[request.passed_over - 1], delay_s)
 
-    # From the pod.
+    # Calls from pods.
 
     def stepped(self, pod: SimulatedPod, step: Step) -> None:
-        """A step of `pod` has ended."""
+        """Process the end of a step of `pod`."""
         for engine in step.outputs:
             request = pod.requests.get(engine.request_id)
             if request is None or request.engine is not engine:
@@ -230,7 +236,9 @@ class Gateway:
                 self._loop.after(self._settings.network_delay_s, self._answer, request)
 
     def cut(self, request: SimulatedRequest) -> None:
-        """Its pod has died: the client has seen the head of a response, then the connection broke."""
+        """Fail a request whose pod died: the client has received the head of a response, then the
+        connection broke.
+        """
         self._fail(request, Failure.POD_DIED, 200)
 
     def _reschedule(self, request: SimulatedRequest, route: Route) -> None:
@@ -256,10 +264,10 @@ class Gateway:
             self._end(request, Fate.FAILED)
 
     def _complete(self, request: SimulatedRequest, ending: Ending, status: int) -> None:
-        """Tell the picker, if one has routed `request`, that it is over."""
+        """Report the end of the request to the picker that routed it, if any."""
         request.status = status
         if request.route is not None:
-            # No pod here says 503 itself: it is what a gateway says of one that is gone.
+            # Pods never return 503 here, so it comes from the gateway, for a pod that is gone.
             outcome = Outcome(ending=ending, status=status or None, by_gateway=status == 503)
             self._pickers.complete(request, outcome)
 
@@ -273,7 +281,7 @@ class Gateway:
 
 
 def _engine_request(request: SimulatedRequest, kind: PodKind) -> EngineRequest:
-    """`request` as the engine of a pod of this kind gets it."""
+    """Return `request` in the form in which the engine of such a pod gets it."""
     hashes, arrival = request.hashes, request.arrival
     assert hashes is not None
     keys, ends = hashes.engine_pieces(kind.engine.block_size_tokens)
@@ -289,7 +297,9 @@ def _engine_request(request: SimulatedRequest, kind: PodKind) -> EngineRequest:
 
 
 def _unfit(kind: PodKind, arrival: Arrival, rank: int | None) -> Failure | None:
-    """Why a server of this kind answers 400: as `sim/pods/pods` and the engine decide it."""
+    """Return why a server of this kind answers 400, or None; the rules are those of
+    `sim/pods/pods`.
+    """
     tokens = arrival.prompt_tokens + arrival.output_tokens
     if tokens > kind.profile.max_model_len_tokens:
         return Failure.CONTEXT

@@ -1,7 +1,7 @@
-"""What happens to pods and pickers at told instants: the script of a run.
+"""Incidents of pods and pickers at given times: the script of a run.
 
-Pods are numbered from 0, those that join after those that were there, in the order of their
-joining. An incident that names no pods is one of all that are there then.
+Pods are numbered from 0. Pods that join get the next numbers in the order of their joining. An
+incident without pod numbers concerns all pods that exist at its time.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from sim.cluster.windows import Duration, Instant, Numbers, check_window
 
 
 class Join(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """New pods are asked for at `at_s`; they are there, with empty caches, `startup_s` later."""
+    """New pods are requested at `at_s`; they serve with empty caches after `startup_s`."""
 
     at_s: Instant
     kinds: tuple[PodKind, ...]
@@ -27,14 +27,16 @@ class Join(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Leave(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Pods are gone for good at `at_s`, with the requests that they had."""
+    """Pods end for good at `at_s`, with the requests that they have."""
 
     at_s: Instant
     pods: Numbers = ()
 
 
 class Drain(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Pods are announced no more and serve what they have, for `grace_s` at most; then they are gone."""
+    """Pods are withdrawn from discovery and finish their requests, for at most `grace_s`; then they
+    end.
+    """
 
     at_s: Instant
     pods: Numbers = ()
@@ -42,9 +44,10 @@ class Drain(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Restart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Pods end as with `Drain`, each `stagger_s` after the one before; `startup_s` later it is back.
+    """Pods end as with `Drain`, each `stagger_s` after the previous one, and restart after
+    `startup_s`.
 
-    Name and address are the same, the cache is empty. With a grace of 0 they crash.
+    Name and address stay the same, and the cache is empty. A grace of 0 is a crash.
     """
 
     at_s: Instant
@@ -67,7 +70,7 @@ class Slow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Freeze(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Pods lie: their pages stay what they were at `from_s`, whatever happens."""
+    """The pods' metrics pages stay as they were at `from_s`, so that they become wrong."""
 
     from_s: Instant
     to_s: Instant
@@ -78,24 +81,24 @@ class Freeze(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Configure(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All pickers decide by another configuration from `at_s` on, those that start later too."""
+    """All pickers use another configuration from `at_s` on, including pickers that start later."""
 
     at_s: Instant
     policy: PolicySource
-    """An `EndpointPickerConfig`; a baseline cannot be configured."""
+    """Policy with an `EndpointPickerConfig`; a baseline has no configuration."""
 
 
 Incident: TypeAlias = Join | Leave | Drain | Restart | Slow | Freeze | Configure
 
 
 def begins_at_s(incident: Incident) -> Seconds:
-    """When it begins."""
+    """Return the start of an incident in seconds."""
     return incident.from_s if isinstance(incident, (Slow, Freeze)) else incident.at_s
 
 
 def check_incidents(incidents: Sequence[Incident], *, pods: int) -> None:
-    """`ClusterSettingsError` if one is of a pod that is not there then, or two slow or freeze one
-    pod at the same time. `pods`: how many there are at the beginning.
+    """Raise `ClusterSettingsError` if an incident names a pod that does not exist at its time, or
+    if two slow or freeze one pod at the same time. `pods` is the number of pods at the start.
     """
     arrivals_s = [0.0] * pods
     joins = [one for one in incidents if isinstance(one, Join)]
@@ -114,8 +117,8 @@ def check_incidents(incidents: Sequence[Incident], *, pods: int) -> None:
                 )
             if at_s < arrivals_s[number]:
                 raise ClusterSettingsError(
-                    f"{kind} at {at_s:g} s: expected a pod that is there, got {number}, which joins "
-                    f"at {arrivals_s[number]:g} s"
+                    f"{kind} at {at_s:g} s: expected a pod that exists at that time, got "
+                    f"{number}, which joins at {arrivals_s[number]:g} s"
                 )
         if isinstance(incident, (Slow, Freeze)):
             for number in incident.pods or range(len(arrivals_s)):
@@ -125,13 +128,13 @@ def check_incidents(incidents: Sequence[Incident], *, pods: int) -> None:
         for before, after in pairwise(sorted(of_one)):
             if after[0] < before[1]:
                 raise ClusterSettingsError(
-                    f"{kind_of.__name__.lower()} at {after[0]:g} s: expected the one of pod "
-                    f"{number} before to have ended, got {before[1]:g} s as its end"
+                    f"{kind_of.__name__.lower()} at {after[0]:g} s: expected the previous one of "
+                    f"pod {number} to have ended, got {before[1]:g} s as its end"
                 )
 
 
 def play(incidents: Sequence[Incident], cluster: Cluster) -> None:
-    """Let `incidents` happen to `cluster`, which is at its beginning."""
+    """Schedule `incidents` in `cluster`, which must be at its start."""
     loop = cluster.loop
     for incident in incidents:
         match incident:
@@ -165,7 +168,7 @@ def _end_pods(cluster: Cluster, incident: Leave | Drain | Restart) -> None:
 
 
 def _restart(cluster: Cluster, pod: SimulatedPod, incident: Restart) -> None:
-    # Who is leaving for good stays away.
+    # A pod that leaves for good must not return.
     pod.returns = pod.returns or pod.announced
 
     def ended() -> None:

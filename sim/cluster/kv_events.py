@@ -1,9 +1,10 @@
-"""Pickers that hear engines, in simulated time: production's subscriptions, and a pipe between.
+"""KV events from engines to pickers in simulated time: production's subscriptions over a simulated
+network.
 
-As with scrapes nothing is done at the instant at which a frame arrives: before a picker decides, what has
-arrived by then is taken note of, in its order. A frame takes `delay_s`; one that is lost opens a gap, and
-is asked for again with the next one that comes, as production does it, at `delay_s` each way and without
-loss.
+As with scrapes, nothing is done when a frame arrives. Before a picker decides, all frames that have
+arrived are processed in order. A frame takes `delay_s`. A lost frame leaves a gap. When the next
+frame arrives, the picker requests a replay, as in production. The replay takes `delay_s` in each
+direction and has no losses.
 """
 
 import math
@@ -24,21 +25,22 @@ from sim.cluster.simulated_pod import SimulatedPod
 
 WATCH_S: Final[Seconds] = 0.25
 CONNECT_PAUSE_S: Final[Seconds] = 0.5
-"""Within which a new endpoint is connected to. Both: as `epp/shell/engines/kv_events` has them."""
+"""Maximum pause before connecting to a new endpoint. This and `WATCH_S` are those of
+`epp/shell/engines/kv_events`."""
 _NUMBER_BYTES: Final = 8
 
 
 class KVEventSettings(Struct, frozen=True, kw_only=True):
-    """What is between engines and pickers."""
+    """The network between engines and pickers."""
 
     delay_s: Seconds
-    """One way, of every frame."""
+    """Delay of every frame in one direction."""
     loss: float = 0.0
-    """Share of the frames that do not arrive, drawn for each picker."""
+    """Share of the frames that are lost, drawn for each picker."""
 
 
 class _Source:
-    """One picker hearing one rank of one process of an engine."""
+    """One picker's subscription to one rank of one engine process."""
 
     def __init__(
         self,
@@ -60,9 +62,9 @@ class _Source:
         self._random = random
         self._connects_at = connects_at
         self._next = 0
-        """The number of the frame that comes next."""
+        """Number of the next frame."""
         self._replay: tuple[Seconds, int] | None = None
-        """When an answer is there, and from which frame on."""
+        """Time when a replay arrives, and its first frame; None if no replay is requested."""
         self._watch_at = connects_at + WATCH_S
         self._connected = False
         self.subscription = Subscription(
@@ -70,7 +72,7 @@ class _Source:
         )
 
     def hear(self, now: Seconds) -> None:
-        """Take note of what has happened by `now`, in its order."""
+        """Process everything that has happened by `now`, in order."""
         while (at := self._next_at()) <= now:
             self._happen(at)
         if now >= self._watch_at:
@@ -78,12 +80,12 @@ class _Source:
             self._act(self.subscription.watch(now), now)
 
     def close(self, now: Seconds) -> None:
-        """It is not heard any more; who is in its slot now may be another."""
+        """End the subscription, unless another endpoint has its slot now."""
         if self._scheduler.pool.slot_of(self.endpoint) == self.slot:
             self.subscription.close(now)
 
     def _next_at(self) -> Seconds:
-        """When something happens next; infinite: not as far as is known."""
+        """Return the time of the next event; infinite if none is known."""
         if not self._connected:
             return self._connects_at
         delay_s = self._settings.delay_s
@@ -96,14 +98,14 @@ class _Source:
         return at
 
     def _happen(self, at: Seconds) -> None:
-        """What happens at `at`, which `_next_at` has said."""
+        """Process the event at `at`, the time returned by `_next_at`."""
         subscription, log, delay_s = self.subscription, self.log, self._settings.delay_s
         if not self._connected:
             self._connects_at = math.inf
             if log.ended_at_s <= at:
                 return
             self._connected = True
-            # What was sent before is not for us.
+            # Frames that were sent before the connection do not arrive.
             self._next = log.next_at(at - delay_s)
             self._act(subscription.connected(at), at)
             return
@@ -118,7 +120,8 @@ class _Source:
             number = self._next
             frame = log.frame(number)
             if frame is None:
-                # Nobody looked for so long that it is not kept: it was lost on the way.
+                # The frame was not read for so long that it is no longer retained. It counts as
+                # lost.
                 self._next = log.first
                 return
             if frame.sent_at_s + delay_s <= at:
@@ -127,13 +130,13 @@ class _Source:
                 if not (loss and self._random.random() < loss):
                     self._act(subscription.received(number, _payload(number), at), at)
                 return
-        # The process is gone; nobody is connected to again that is not announced anew.
+        # The process has ended. A new one is connected to only after a new announcement.
         self._connected = False
         self._replay = None
         self._act(subscription.disconnected(at), at)
 
     def _act(self, asked: Sequence[Asked], at: Seconds) -> None:
-        """Ask what is to be asked, and take note of what came."""
+        """Send the requested replays, and process what was received."""
         questions = [*asked]
         while self.subscription.works:
             questions += self.subscription.work(at)
@@ -145,7 +148,7 @@ class _Source:
         log = self.log
         frame = log.frame(int.from_bytes(payload, "big"))
         if frame is None:
-            # Whoever waits for longer than engines keep frames has lost them.
+            # A frame that waits longer than engines retain frames is lost.
             return Batch(faults=(Fault.NOT_A_BATCH,))
         changes = log.changes_of(frame, _told_block_tokens(self._scheduler))
         rank = self.subscription.rank
@@ -153,9 +156,9 @@ class _Source:
 
 
 class Listener:
-    """One picker hearing all pods. `seed` decides what is lost.
+    """One picker's subscriptions to all pods. `seed` determines which frames are lost.
 
-    Pods with several ranks are heard where a plugin chooses ranks, as in production.
+    As in production, pods with several ranks are subscribed to only if a plugin chooses ranks.
     """
 
     def __init__(
@@ -166,17 +169,18 @@ class Listener:
         self._seed = seed
         self._replica = replica
         self._sources: dict[tuple[str, int], _Source] = {}
-        """By endpoint and rank."""
+        """Sources by endpoint and rank."""
         self._there = True
-        """Those that come now were there before, and have been heard since they began."""
+        """True before the first announcement: its pods existed before, and their events were
+        received from the start."""
 
     @property
     def subscriptions(self) -> list[Subscription]:
-        """Of the endpoints that are heard, one a rank."""
+        """Subscriptions to all endpoints, one per rank."""
         return [source.subscription for source in self._sources.values()]
 
     def replace(self, pods: Sequence[SimulatedPod], now: Seconds) -> None:
-        """The picker knows `pods` from now on, and nobody else, and is configured as it is."""
+        """Subscribe to exactly `pods`, according to the picker's present configuration."""
         before, self._sources = self._sources, {}
         responders = self._scheduler.settings.profile.responders
         ranks_chosen = any(one.plugin.abilities.chooses_ranks for one in responders)
@@ -200,7 +204,7 @@ class Listener:
         self.hear(now)
 
     def hear(self, now: Seconds) -> None:
-        """Take note of what has arrived by `now`."""
+        """Process everything that has arrived by `now`."""
         for source in self._sources.values():
             source.hear(now)
 
@@ -217,7 +221,7 @@ class Listener:
         if rank:
             purpose += f":{rank}"
         random = Random(f"{self._seed}:{purpose}")
-        # A question and its answer before, who was there has been told all.
+        # One round trip before the start, a picker that already ran had received everything.
         connects_at = now + random.random() * CONNECT_PAUSE_S
         if self._there:
             connects_at = now - 2 * self._settings.delay_s
@@ -231,7 +235,7 @@ def _payload(number: int) -> bytes:
 
 
 def _told_block_tokens(scheduler: Scheduler) -> int:
-    """Tokens in a block of the first index that hears engines."""
+    """Return the tokens per block of the first index that receives KV events."""
     settings: Any = scheduler.settings.indexes[next(iter(scheduler.hearing))]
     tokens: int = settings.block_tokens
     return tokens

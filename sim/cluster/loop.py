@@ -1,7 +1,7 @@
-"""Simulated time: a heap of (instant, sequence, callback).
+"""Simulated time: a heap of (time, sequence number, callback).
 
-What falls due at one instant runs in the order in which it was scheduled, so that a run depends on
-nothing but its inputs.
+Callbacks due at the same time run in the order in which they were scheduled. A run therefore
+depends only on its inputs.
 """
 
 import heapq
@@ -12,12 +12,14 @@ from epp.core.types import Seconds
 
 
 class Loop:
-    """Runs callbacks in order of time; `now` is the instant of the one that runs."""
+    """An event loop that runs callbacks in order of time; `now` is the time of the running
+    callback.
+    """
 
     def __init__(self) -> None:
         self.now: Seconds = 0.0
         self.events = 0
-        """Callbacks that have run."""
+        """Number of callbacks that have run."""
         self._heap: list[tuple[Seconds, int, Callable[..., None], tuple[Any, ...]]] = []
         self._sequence = 0
         self._stopped = False
@@ -27,23 +29,23 @@ class Loop:
 
     @property
     def next_at(self) -> Seconds | None:
-        """When the next callback is due; None if there is none."""
+        """Time of the next callback, or None if there is none."""
         return self._heap[0][0] if self._heap else None
 
     def at(self, instant: Seconds, callback: Callable[..., None], *arguments: Any) -> None:
-        """Call `callback(*arguments)` at `instant`, which must not lie in the past."""
-        assert instant >= self.now, f"{instant} s lies before {self.now} s"
+        """Schedule `callback(*arguments)` at `instant`, which must not be in the past."""
+        assert instant >= self.now, f"{instant} s is before {self.now} s"
         heapq.heappush(self._heap, (instant, self._sequence, callback, arguments))
         self._sequence += 1
 
     def after(self, delay_s: Seconds, callback: Callable[..., None], *arguments: Any) -> None:
-        """Call `callback(*arguments)` `delay_s`, which is not negative, from now."""
+        """Schedule `callback(*arguments)` in `delay_s` seconds, which must not be negative."""
         assert delay_s >= 0.0, f"{delay_s} s is in the past"
         heapq.heappush(self._heap, (self.now + delay_s, self._sequence, callback, arguments))
         self._sequence += 1
 
     def step(self) -> bool:
-        """Run the next callback; False if there is none."""
+        """Run the next callback; return False if there is none."""
         if not self._heap:
             return False
         self.now, _, callback, arguments = heapq.heappop(self._heap)
@@ -52,7 +54,7 @@ class Loop:
         return True
 
     def run(self, after_event: Callable[[], None] | None = None) -> None:
-        """Run callbacks until `stop` is called or none is left; `after_event` after each."""
+        """Run callbacks until `stop` is called or none is left; call `after_event` after each."""
         self._stopped = False
         heap, pop = self._heap, heapq.heappop
         while heap and not self._stopped:
@@ -63,5 +65,5 @@ class Loop:
                 after_event()
 
     def stop(self) -> None:
-        """Let `run` return after the callback that runs."""
+        """Make `run` return after the running callback."""
         self._stopped = True

@@ -1,11 +1,12 @@
-"""What pickers tell each other, in simulated time: production's exchange, and a network between.
+"""The sharing of decisions between pickers in simulated time: production's exchange over a
+simulated network.
 
-Each picker asks its `PeerExchange` for frames as a shell does, every `interval_s` with a phase of its
-own; asking where there is nothing to tell would find nothing and is left out. Each frame reaches
-each other picker `delay_s` later or not at all. What arrives is learnt at once: a shell takes some
-milliseconds for it. Policies other than the scheduler have nothing to tell.
+Like a shell, each picker requests frames from its `PeerExchange` every `interval_s`, with its own
+phase. Requests that would find nothing are left out. Each frame reaches each other picker after
+`delay_s`, or is lost. A picker applies received frames at once, whereas a shell takes some
+milliseconds. Only the scheduler shares decisions.
 
-Nobody is told anything while the cluster rests: by then all has expired.
+Nothing is sent while the cluster rests, because all shared decisions have expired by then.
 """
 
 import math
@@ -23,23 +24,25 @@ from epp.core.types import Seconds
 from sim.cluster.loop import Loop
 
 SNAPSHOT_S_MAX: Final[Seconds] = 2.0
-"""A picker that has not got one by then serves without."""
+"""Maximum wait for a snapshot in seconds. A picker without one then serves without it."""
 
 
 class Partition(Struct, frozen=True):
-    """From `from_s` to `to_s` nothing passes between the pickers of `side` and the others."""
+    """A window from `from_s` to `to_s` without traffic between the pickers of `side` and the
+    others.
+    """
 
     from_s: Seconds
     to_s: Seconds
     side: tuple[int, ...]
 
     def parts(self, one: int, other: int, now: Seconds) -> bool:
-        """Whether nothing passes between these two now."""
+        """Return whether it separates these two pickers now."""
         return self.from_s <= now < self.to_s and (one in self.side) != (other in self.side)
 
 
 class SlowPeer(Struct, frozen=True):
-    """What `replica` sends and what is sent to it takes `more_s` longer."""
+    """A picker whose frames, sent and received, take `more_s` longer."""
 
     replica: int
     more_s: Seconds
@@ -49,19 +52,20 @@ class PeerSettings(Struct, frozen=True, kw_only=True):
     """The network between pickers."""
 
     delay_s: Seconds
-    """One way, of every frame."""
+    """Delay of every frame in one direction."""
     loss: float = 0.0
-    """Share of the frames that do not arrive, drawn for each receiver."""
+    """Share of the frames that are lost, drawn for each receiver."""
     interval_s: Seconds = OUTGOING_INTERVAL_S
-    """What is decided meanwhile is told together."""
+    """Time between two sends. Decisions in between are sent together."""
     snapshot: bool = True
-    """A picker that starts asks the one that has run longest for all that it knows, without loss."""
+    """True if a starting picker requests a snapshot from the one that has run longest, without
+    loss."""
     partitions: tuple[Partition, ...] = ()
     slow: tuple[SlowPeer, ...] = ()
 
 
 class _Peer:
-    """One picker from its start to its end."""
+    """One picker process."""
 
     __slots__ = ("beat_at", "exchange", "flush_at", "phase_s", "replica", "scheduler", "started_at")
 
@@ -78,20 +82,23 @@ class _Peer:
         self.exchange = exchange
         self.started_at = started_at
         self.phase_s = phase_s
-        """It asks for frames at this instant and every interval after it."""
+        """Time of its first request for frames. Further requests follow at multiples of the
+        interval."""
         self.flush_at: Seconds = math.inf
-        """When it does so next; infinite if that is not known."""
+        """Time of its next request for frames; infinite if none is scheduled."""
         self.beat_at: Seconds = -math.inf
-        """Of its last heartbeat."""
+        """Time of its last heartbeat."""
 
 
 class Peering:
-    """The exchanges of all pickers, and the frames between them. `seed` decides all that is drawn."""
+    """The exchanges of all pickers, and the frames between them. `seed` determines all random
+    numbers.
+    """
 
     def __init__(
         self, loop: Loop, settings: PeerSettings | None, *, replicas: int, seed: int
     ) -> None:
-        """Without `settings`, or with one picker, nobody is told anything."""
+        """Set up the exchanges. Without `settings`, or with one picker, nothing is shared."""
         self._loop = loop
         self._settings = settings if replicas > 1 else None
         self._replicas = replicas
@@ -104,15 +111,15 @@ class Peering:
         self._resting = False
         self._started = 0
         self._received: list[Received] = []
-        """Counts of every picker that ever was."""
+        """Receive counters of all current and former pickers."""
         self.frames = 0
-        """Sent, counted for each receiver."""
+        """Number of sent frames, counted for each receiver."""
         self.bytes = 0
-        """Of those."""
+        """Size of these frames in bytes."""
         self.frames_lost = 0
 
     def greet(self) -> None:
-        """The pickers were there before the traffic: each has heard of the others."""
+        """Make the pickers know each other at the start, because they ran before the traffic."""
         there = [peer for peer in self._peers if peer is not None]
         now = self._loop.now
         for peer in there:
@@ -121,15 +128,15 @@ class Peering:
             for other in there:
                 if other is not peer and not self._parted(peer, other):
                     self._deliver(peer.exchange.origin, other, frames)
-                    # Heartbeats of before the traffic are still on their way, or nobody would be
-                    # heard until the first of these arrives.
+                    # Heartbeats from before the traffic are still on their way. Otherwise peers
+                    # would be unknown until the first of these arrives.
                     for beat in range(1, 1 + int(self._delay_s(peer, other) / HEARTBEAT_S)):
                         self._loop.after(
                             beat * HEARTBEAT_S, self._deliver, peer.exchange.origin, other, frames
                         )
 
     def start(self, replica: int, scheduler: Scheduler | None) -> None:
-        """`replica` is there from now on, a new process; None: its policy has nothing to tell."""
+        """Start a new process of `replica`; None if its policy shares nothing."""
         settings = self._settings
         if settings is None or scheduler is None:
             return
@@ -145,13 +152,13 @@ class Peering:
         self._flush_from(peer, now)
 
     def stop(self, replica: int) -> None:
-        """`replica` is gone, and did not say goodbye."""
+        """End the process of `replica` without a farewell to its peers."""
         self._peers[replica] = None
 
     def warm(self, replica: int, ready: Callable[[], None]) -> None:
-        """Have `replica` ask for a snapshot; `ready` is called when it is not waited for any more.
+        """Make `replica` request a snapshot, and call `ready` when it stops waiting for it.
 
-        It may be called twice.
+        `ready` may be called twice.
         """
         peer, settings = self._peers[replica], self._settings
         if peer is None or settings is None or not settings.snapshot:
@@ -173,30 +180,30 @@ class Peering:
         self._loop.after(SNAPSHOT_S_MAX, still_there)
 
     def touched(self, replica: int) -> None:
-        """`replica` has decided something, or something that it has decided has ended."""
+        """Schedule a send after `replica` has decided, or one of its decisions has ended."""
         peer = self._peers[replica]
         if peer is not None:
             self._flush_from(peer, self._loop.now)
 
     def tick(self) -> None:
-        """About once a second."""
+        """Let time pass in all exchanges; called about once a second."""
         for peer in self._peers:
             if peer is not None:
                 peer.exchange.tick(self._loop.now)
 
     def rest(self) -> None:
-        """Nobody tells anything until `wake`."""
+        """Stop all sending until `wake`."""
         self._resting = True
 
     def wake(self) -> None:
-        """All go on telling."""
+        """Resume sending."""
         self._resting = False
         for peer in self._peers:
             if peer is not None:
                 self._flush_from(peer, self._loop.now)
 
     def summary(self) -> dict[str, int] | None:
-        """What was sent, and what became of it; None if nobody is told anything."""
+        """Return the sent and received counts, or None if nothing is shared."""
         if not self._received:
             return None
         received = self._received
@@ -211,7 +218,9 @@ class Peering:
         }
 
     def _flush_from(self, peer: _Peer, since: Seconds) -> None:
-        """Have `peer` ask for frames the first time from `since` on, if it would not do so before."""
+        """Schedule the next request for frames of `peer` from `since` on, unless an earlier one is
+        scheduled.
+        """
         assert self._settings is not None
         interval_s = self._settings.interval_s
         turn = max(0, math.ceil((since - peer.phase_s) / interval_s))
@@ -235,7 +244,7 @@ class Peering:
             peer.beat_at = now
         if frames:
             self._send(peer, frames)
-        # One call tells a bounded number of decisions.
+        # One call returns a bounded number of decisions.
         more = bool(peer.scheduler.sent)
         next_at = now + self._settings.interval_s / 2 if more else peer.beat_at + HEARTBEAT_S
         self._flush_from(peer, next_at)
@@ -269,7 +278,7 @@ class Peering:
             peer.exchange.apply(now)
 
     def _tell_all(self, asked: _Peer, peer: _Peer, learnt: Callable[[], None]) -> None:
-        """`peer` will know what `asked` knows now, unless one of them is gone by then."""
+        """Send a snapshot of `asked` to `peer`, unless one of them ends before it arrives."""
         if self._peers[asked.replica] is asked:
             frames = list(asked.exchange.snapshot(self._loop.now))
             self._loop.after(self._delay_s(asked, peer), self._learn_all, peer, frames, learnt)
@@ -280,7 +289,7 @@ class Peering:
         now = self._loop.now
         for frame in frames:
             peer.exchange.receive_snapshot_frame(frame, now, 0.0)
-            # Frame by frame: what waits is bounded.
+            # Frames are applied one by one, because the queue of received records is bounded.
             while peer.exchange.pending():
                 peer.exchange.apply(now)
         learnt()

@@ -1,13 +1,13 @@
-"""The pickers of a cluster: what each knows of the pods, what it decides, and when it is there.
+"""The pickers of a cluster: their knowledge of the pods, their decisions, and their restarts.
 
-They see pods only as production does: announced by discovery some time after they change, and
-through pages scraped one by one, with the interval and jitter of `epp/shell/engines/scrape`. A dead
-pod refuses connections, and is asked as often as one that lives. They see each other's decisions
-only as far as they tell each other (`sim/cluster/peering`).
+Pickers see pods only as production does: discovery announces them some time after they change, and
+pages are scraped one by one, with the interval and jitter of `epp/shell/engines/scrape`. A dead pod
+refuses connections and is scraped as often as a live one. Pickers know each other's decisions only
+as far as they share them (`sim/cluster/peering`).
 
-Where plugins hold requests, each picker has a line of its own for them (`core/protocol/waiting_line`).
-It lets requests go when an answer begins or ends that it knows of, when the pool changes, and while
-anybody waits as often as it scrapes.
+If plugins hold requests, each picker has its own waiting line (`core/protocol/waiting_line`). The
+line releases requests when a known answer begins or ends, when the pool changes, and at each scrape
+interval while a request waits.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from sim.cluster.simulated_request import SimulatedRequest
 
 
 class Pickers:
-    """All of them, by replica. `open_policy(seed)` makes one."""
+    """All pickers, by replica. `open_policy(seed)` creates one."""
 
     def __init__(
         self,
@@ -52,17 +52,17 @@ class Pickers:
         self.policies = [self._open(at) for at in range(settings.replicas)]
         self._lines = [self._line(replica) for replica in range(settings.replicas)]
         self._looking = [False] * settings.replicas
-        """Whether a line is looked at again without anything having happened."""
+        """True for each line that is checked again after an interval, even without an event."""
         self.assigner = Assigner(settings.assignment, settings.replicas, seed)
-        """Knows who is there."""
+        """Assigner of requests to the running pickers."""
         self.peering = Peering(loop, settings.peers, replicas=settings.replicas, seed=seed)
         self._scrapers: list[dict[str, Scraper]] = [{} for _ in self.policies]
-        """Of each picker, by endpoint."""
+        """Scrapers of each picker, by endpoint."""
         self._listeners = [self._listener(replica) for replica in range(settings.replicas)]
         self._resting = False
-        """Nobody is scraped or told anything until `wake`."""
+        """True while nothing is scraped or sent, until `wake`."""
         self.announce()
-        # The pickers were there before the traffic: each has scraped every pod once.
+        # The pickers ran before the traffic, so each has scraped every pod once.
         for policy, scrapers in zip(self.policies, self._scrapers, strict=True):
             for scraper in scrapers.values():
                 page = scraper.pod.page(loop.now)
@@ -70,10 +70,10 @@ class Pickers:
                 policy.observe(scraper.endpoint, page, loop.now)
         self._start_all()
 
-    # What is asked of them.
+    # Requests to the pickers.
 
     def may_hold(self, request: SimulatedRequest) -> bool:
-        """Whether its picker has, or ever would have, anybody wait."""
+        """Return whether its picker holds requests now, or could hold this one."""
         replica = request.replica
         assert replica is not None
         return self.policies[replica].may_hold or bool(self._lines[replica])
@@ -81,7 +81,7 @@ class Pickers:
     def hold(
         self, request: SimulatedRequest, parsed: InferenceRequest, resume: Resume
     ) -> Wait | None:
-        """Have `request` wait at its picker if that holds it. A `Resolver.begin`."""
+        """Make `request` wait at its picker if that holds it. Signature of `Resolver.begin`."""
         replica = request.replica
         assert replica is not None
         self.read_pages(replica)
@@ -92,7 +92,7 @@ class Pickers:
         return wait
 
     def route(self, request: SimulatedRequest, resolution: Resolution) -> Route | Refusal:
-        """Have its picker decide on `request`, unless it is refused already."""
+        """Let its picker decide on `request`, unless it is already refused."""
         replica, now = request.replica, self._loop.now
         assert replica is not None
         self.read_pages(replica)
@@ -102,30 +102,32 @@ class Pickers:
         return routed
 
     def first_output(self, request: SimulatedRequest) -> None:
-        """Its picker, which has routed `request`, sees the first chunk of the answer."""
+        """Report the first chunk of the answer to the picker that routed `request`."""
         policy, route, replica = _routed(request)
         policy.first_output(route, self._loop.now)
         self.peering.touched(replica)
         self._lines[replica].admit()
 
     def reschedule(self, request: SimulatedRequest, served: Endpoint) -> None:
-        """The head of the response tells the picker of `request` that `served` has sent it."""
+        """Report to the picker of `request` that `served` sent the head of the response."""
         policy, route, replica = _routed(request)
         policy.reschedule(route, served, self._loop.now)
         self.peering.touched(replica)
 
     def complete(self, request: SimulatedRequest, outcome: Outcome) -> None:
-        """Its picker, to which the response has been visible, sees the end of `request`."""
+        """Report the end of `request` to its picker."""
         policy, route, replica = _routed(request)
         if outcome.status in UPSTREAM_FAILURES:
-            # A good page between two failures would have parted them.
+            # A successful scrape between two failures must be processed before the second failure.
             self.read_pages(replica)
         policy.complete(route, outcome, self._loop.now)
         self.peering.touched(replica)
         self._lines[replica].admit()
 
     def configure(self, source: PolicySource) -> None:
-        """All, and those that start from now on, decide by `source`, which is no baseline."""
+        """Switch all pickers, and those that start later, to `source`, which must not be a
+        baseline.
+        """
         self._open_policy = self._settings.opener(source)
         settings = self._open_policy(0).settings
         assert settings is not None, f"{source.name} has no configuration"
@@ -136,17 +138,17 @@ class Pickers:
             self._lines[replica].admit()
 
     def tick(self) -> None:
-        """About once a second."""
+        """Let time pass in all pickers; called about once a second."""
         for policy, listener in zip(self.policies, self._listeners, strict=True):
             if listener is not None:
                 listener.hear(self._loop.now)
             policy.tick(self._loop.now)
         self.peering.tick()
 
-    # What they know of pods.
+    # Knowledge of the pods.
 
     def announce(self) -> None:
-        """Discovery tells every picker which pods there are now."""
+        """Announce the present pods to every picker."""
         if self._resting:
             return
         announced = self._pods.announced()
@@ -156,7 +158,7 @@ class Pickers:
             self._listen(replica)
             self._lines[replica].admit()
             if policy.settings is None:
-                # A plain proxy scrapes nobody.
+                # A plain proxy scrapes no pods.
                 continue
             scrapers = self._scrapers[replica]
             for gone in scrapers.keys() - {endpoint.endpoint_id for endpoint in endpoints}:
@@ -165,7 +167,7 @@ class Pickers:
                 self._scrape(replica, pod, endpoint)
 
     def read_pages(self, replica: int) -> None:
-        """Tell a picker what its scrapes have read by now, and what engines have told it."""
+        """Give a picker all pages that it has read by now, and all KV events that have arrived."""
         policy = self.policies[replica]
         for scraper in self._scrapers[replica].values():
             for read_at, page in scraper.read(self._loop.now):
@@ -178,7 +180,7 @@ class Pickers:
             listener.hear(self._loop.now)
 
     def rest(self) -> None:
-        """Nothing is asked and told until `wake`."""
+        """Stop all scraping and sending until `wake`."""
         self._resting = True
         self.peering.rest()
         for scrapers in self._scrapers:
@@ -187,13 +189,13 @@ class Pickers:
             scrapers.clear()
 
     def wake(self) -> None:
-        """All go on asking and telling."""
+        """Resume scraping and sending."""
         self._resting = False
         self.peering.wake()
         self.announce()
 
     def _scrape(self, replica: int, pod: SimulatedPod, endpoint: Endpoint) -> None:
-        """Have a picker scrape this incarnation of a pod from now on."""
+        """Make a picker scrape this incarnation of a pod from now on."""
         scrapers, settings = self._scrapers[replica], self._settings
         known = scrapers.get(endpoint.endpoint_id)
         if known is not None:
@@ -222,7 +224,7 @@ class Pickers:
         return self.policies[replica].holds(request, self._loop.now)
 
     def _look(self, replica: int) -> None:
-        """Let go whom pages and time have made room for, and look again while anybody waits."""
+        """Release requests for which there is room now, and check again while any request waits."""
         line = self._lines[replica]
         self._looking[replica] = bool(line)
         if line:
@@ -231,19 +233,21 @@ class Pickers:
             self._loop.after(self._settings.refresh_interval_s, self._look, replica)
 
     def _listener(self, replica: int) -> Listener | None:
-        """What hears engines for the policy that `replica` has now; None: it does not listen."""
+        """Return the KV-event listener of `replica`'s present policy, or None if it receives no
+        events.
+        """
         scheduler, told = scheduler_of(self.policies[replica]), self._settings.kv_events
         if scheduler is None or told is None:
             return None
         return Listener(scheduler, told, seed=self._seed, replica=replica)
 
     def _listen(self, replica: int) -> None:
-        """Let a picker hear the pods that it knows, as it is configured."""
+        """Subscribe a picker to the pods that it knows, according to its configuration."""
         listener = self._listeners[replica]
         if listener is not None:
             listener.replace(self._pods.announced(), self._loop.now)
 
-    # When they are there.
+    # Start and end of pickers.
 
     def _open(self, replica: int) -> Policy:
         policy = self._open_policy(_replica_seed(self._seed, replica))
@@ -272,7 +276,7 @@ class Pickers:
         policy.replace([pod.endpoint for pod in self._pods.announced()], self._loop.now)
         self._listeners[replica] = self._listener(replica)
         self._listen(replica)
-        # Their streams ended with the picker: who waited is told so.
+        # The streams end with the picker, so all waiting requests are released.
         self._lines[replica].let_all_go()
         self._loop.at(absence.to_s, self._start, replica)
 
@@ -282,7 +286,7 @@ class Pickers:
 
 
 def _routed(request: SimulatedRequest) -> tuple[Policy, Route, int]:
-    """Who has routed `request`, and where to."""
+    """Return the picker that routed `request`, its route and its replica."""
     assert request.policy is not None
     assert request.route is not None
     assert request.replica is not None
@@ -290,5 +294,7 @@ def _routed(request: SimulatedRequest) -> tuple[Policy, Route, int]:
 
 
 def _replica_seed(seed: int, replica: int) -> int:
-    """The first picker has the seed itself, as `epp serve --seed` would."""
+    """Return the seed of a picker. The first picker has the seed itself, as with `epp serve
+    --seed`.
+    """
     return seed if replica == 0 else Random(f"{seed}:replica:{replica}").getrandbits(32)

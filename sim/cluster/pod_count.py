@@ -1,4 +1,4 @@
-"""How many pods a run has had, and for how long it has had them."""
+"""The number of pods over a run, and the pod-hours."""
 
 from typing import Final
 
@@ -11,7 +11,7 @@ _HOUR_S: Final[Seconds] = 3600.0
 
 
 class PodTotals(Struct, frozen=True, kw_only=True):
-    """Of a run until now."""
+    """The number of pods and the pod-hours of a run until now."""
 
     pods_min: int
     pods_max: int
@@ -20,7 +20,7 @@ class PodTotals(Struct, frozen=True, kw_only=True):
 
 
 class PodCount:
-    """The number of pods that take up their cards: those that start, serve, drain or restart."""
+    """A counter of the pods that occupy their GPUs: those that start, serve, drain or restart."""
 
     def __init__(self, loop: Loop) -> None:
         self.pods = 0
@@ -30,13 +30,13 @@ class PodCount:
         self._extremes: tuple[int, int] | None = None
 
     def change(self, pods: int) -> None:
-        """So many from now on."""
+        """Set the number of pods from now on."""
         if self._loop.now > self._since:
             self._settle()
         self.pods = pods
 
     def totals(self) -> PodTotals:
-        """What there was until now."""
+        """Return the totals until now."""
         lowest, highest = self._settle()
         now = self._loop.now
         return PodTotals(
@@ -47,7 +47,9 @@ class PodCount:
         )
 
     def _settle(self) -> tuple[int, int]:
-        """Count what has passed since the last change: the least and the most pods so far."""
+        """Add the time since the last change; return the lowest and the highest number of pods so
+        far.
+        """
         now = self._loop.now
         self._pod_s += self.pods * (now - self._since)
         self._since = now

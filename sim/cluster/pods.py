@@ -1,4 +1,4 @@
-"""The pods of a cluster: who is there, who is coming, who is going, and who is told of it."""
+"""The pods of a cluster: running, starting and ending pods, and the notifications about them."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,10 +13,10 @@ from sim.engine.engine import Step
 
 
 class Pods:
-    """Every pod that is or was there, by its number.
+    """All current and former pods, by their number.
 
-    `stepped` gets each step when it ends, `cut` each request that a dying pod had, and `changed` is
-    called when discovery knows of a change, some time after it.
+    `stepped` gets each step when it ends. `cut` gets each request that a dying pod had. `changed`
+    is called when discovery knows of a change, which is some time after it.
     """
 
     def __init__(
@@ -54,11 +54,13 @@ class Pods:
         return self._pods[number]
 
     def at(self, endpoint: Endpoint) -> SimulatedPod:
-        """The pod that was announced as `endpoint`."""
+        """Return the pod that was announced as `endpoint`."""
         return self._by_endpoint[endpoint.endpoint_id]
 
     def tier_tokens(self) -> dict[str, float] | None:
-        """Tier -> prompt tokens found there, by all pods; None: all have the GPU's alone."""
+        """Return the prompt tokens found in each cache tier, over all pods; None if all pods have
+        only the GPU's.
+        """
         told: dict[str, float] = {}
         for pod in self._pods:
             for tier, tokens in (pod.tier_tokens or {}).items():
@@ -66,16 +68,16 @@ class Pods:
         return told or None
 
     def announced(self) -> list[SimulatedPod]:
-        """Those of which discovery tells."""
+        """Return the pods that discovery announces."""
         return [pod for pod in self._pods if pod.announced]
 
     def expect(self, count: int) -> None:
-        """So many more pods are starting; fewer, if it is negative."""
+        """Add `count` to the number of starting pods; a negative `count` reduces it."""
         self._expected += count
         self._count()
 
     def add(self, kinds: Sequence[PodKind]) -> None:
-        """New pods, which were expected and which discovery announces."""
+        """Add new pods that were expected; discovery announces them."""
         self._expected -= len(kinds)
         for kind in kinds:
             self._add(kind)
@@ -85,10 +87,10 @@ class Pods:
     def drain(
         self, pod: SimulatedPod, grace_s: Seconds, ended: Callable[[], None] | None = None
     ) -> None:
-        """End `pod`, which is announced no more, when it is done, after `grace_s` at most.
+        """Withdraw `pod` from discovery, and end it when it is idle, or after `grace_s`.
 
-        Without a grace at once. Then `ended` is called; not if it has died of something else before:
-        it comes back, if it does, for that reason.
+        A grace of 0 ends it at once. `ended` is called then, but not if the pod died for another
+        reason before. In that case the other reason decides whether it returns.
         """
         if not pod.alive:
             return
@@ -100,7 +102,8 @@ class Pods:
             nonlocal was_idle
             if pod.life != life:
                 return
-            # Twice in a row: a request may be on its way from a picker that did not know yet.
+            # The pod must be idle twice in a row, because a picker that knows of no change may have
+            # sent a request.
             idle = loop.now >= known_at and not pod.requests
             if loop.now >= ends_at or (idle and was_idle):
                 self.end(pod)
@@ -116,12 +119,12 @@ class Pods:
         look()
 
     def end(self, pod: SimulatedPod) -> None:
-        """A pod is gone with the requests that it has, if it is there."""
+        """End `pod` with its requests, if it runs."""
         if pod.alive:
             self.kill(pod)
 
     def kill(self, pod: SimulatedPod) -> None:
-        """A pod dies with the requests that it has; one that was dead before dies again."""
+        """Kill a pod with its requests. A dead pod dies again."""
         pod.die()
         self._count()
         cut = list(pod.requests.values())
@@ -131,7 +134,7 @@ class Pods:
         self._tell_later()
 
     def restart(self, pod: SimulatedPod) -> None:
-        """A pod that was ended is there again, empty; one that lives is left alone."""
+        """Start an ended pod again with an empty cache; do nothing if it runs."""
         if not pod.alive:
             pod.restart()
             self._count()
@@ -142,7 +145,8 @@ class Pods:
 
     def _add(self, kind: PodKind) -> None:
         number = len(self._pods)
-        # As uids of real pods, other ones each time: what is placed by a hash of them is placed by luck.
+        # Like UIDs of real pods, they differ in each run, so that placement by a hash of them is
+        # random.
         uid = f"pod-{number}.{self._seed}"
         tells = self._settings.kv_events is not None
         pod = SimulatedPod(

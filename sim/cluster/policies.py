@@ -1,7 +1,7 @@
-"""What chooses a pod: the production scheduler with any configuration, or a baseline to beat.
+"""Routing policies: the production scheduler with any configuration, and baselines for comparison.
 
-A policy is one picker replica. It sees what production's picker sees, pods as they are announced
-and pages as they are scraped, and is driven through the same verbs.
+A policy is one picker replica. It sees what a production picker sees: pods as they are announced,
+and pages as they are scraped. The simulator drives it through the same methods.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,73 +41,76 @@ from sim.sentences import unread
 
 _SESSION_AFFINITY: Final = "session-affinity"
 _SESSION_KEY: Final = b"of every replica in every run"
-"""As from one Secret; a run depends on nothing but what it is told."""
+"""Session key of all replicas in all runs, as if from one Secret, so that runs are reproducible."""
 _LOADED_MAX: Final = 256
-"""Configurations that are kept: loading one tries its plugins out, which takes 50 ms."""
+"""Maximum number of cached configurations. Loading one takes 50 ms, because its plugins are
+tried."""
 
 
 class Route(Struct, gc=False, eq=False):
-    """Where a policy sends a request."""
+    """The endpoint that a policy chose for a request."""
 
     endpoint: Endpoint
     lease: Lease | None = None
     decision: Decision | None = None
-    """Only from the production scheduler."""
+    """Decision of the production scheduler, or None for a baseline."""
 
     @property
     def predicted_cached_tokens(self) -> int:
-        """Prompt tokens that the policy believes the pod to hold."""
+        """Cached prompt tokens that the policy expects at the pod."""
         return self.decision.predicted_tokens if self.decision else 0
 
 
 class Policy(Protocol):
-    """One replica of a picker. A request that was routed is completed exactly once."""
+    """The interface of one picker replica. Each routed request is completed exactly once."""
 
     @property
     def settings(self) -> SchedulerSettings | None:
-        """What the production scheduler decides by; None for a baseline."""
+        """Settings of the production scheduler; None for a baseline."""
         ...
 
     @property
     def open_requests(self) -> int:
-        """Routed and not yet completed."""
+        """Number of requests that were routed and not yet completed."""
         ...
 
     def inflight_counts(self) -> list[int]:
-        """What it counts as in flight, by endpoint."""
+        """Return the requests in flight by endpoint, as the policy counts them."""
         ...
 
     def failing_plugins(self) -> list[FailingPlugin]:
-        """The plugins that failed; it decided without them."""
+        """Return the plugins that failed. The policy decided without them."""
         ...
 
     def replicas_unheard(self, replicas: int) -> None:
-        """So many others route to the same endpoints and do not tell what they decide."""
+        """Set the number of other replicas that route to the same endpoints and share nothing."""
         ...
 
     def configure(self, settings: SchedulerSettings, now: Seconds) -> None:
-        """Decide by `settings` from now on. Only of a policy that has some."""
+        """Use `settings` from now on. Only for a policy with settings."""
         ...
 
     def replace(self, endpoints: Sequence[Endpoint], now: Seconds) -> None: ...
     def observe(self, endpoint: Endpoint, metrics: EndpointMetrics, now: Seconds) -> None: ...
     def refused(self, endpoint: Endpoint, now: Seconds) -> None:
-        """A scrape of `endpoint` got no connection."""
+        """Report that a scrape of `endpoint` could not connect."""
         ...
 
     @property
     def may_hold(self) -> bool:
-        """False: it has nobody wait, and need not be asked."""
+        """True if the policy may hold requests, False if `holds` need not be called."""
         ...
 
     def holds(self, request: InferenceRequest, now: Seconds) -> bool:
-        """Whether `request` is to wait before it is routed."""
+        """Return whether `request` must wait before it is routed."""
         ...
 
     def route(self, request: InferenceRequest, now: Seconds) -> Route | Refusal: ...
     def first_output(self, route: Route, now: Seconds) -> None: ...
     def reschedule(self, route: Route, served: Endpoint, now: Seconds) -> None:
-        """The gateway says that it has asked `served` instead. Only of a policy that names several."""
+        """Report that the gateway used `served` instead. Only for policies that name several
+        endpoints.
+        """
         ...
 
     def complete(self, route: Route, outcome: Outcome, now: Seconds) -> None: ...
@@ -184,17 +187,17 @@ class SchedulerPolicy:
 
 
 def scheduler_of(policy: Policy) -> Scheduler | None:
-    """What a policy decides by, if that is the production scheduler."""
+    """Return the production scheduler of a policy, or None for a baseline."""
     return policy.scheduler if isinstance(policy, SchedulerPolicy) else None
 
 
 class Baseline:
-    """A policy without scraped metrics and without a prefix index: what a plain proxy can do."""
+    """A policy without scraped metrics and without a prefix index, like a plain proxy."""
 
     def __init__(self, choose: "Choose", *, seed: int) -> None:
         self.endpoints: list[Endpoint] = []
         self.inflight: list[int] = []
-        """By position among `endpoints`: what this replica sent there and has not ended."""
+        """Requests of this replica in progress, by position in `endpoints`."""
         self.routed = 0
         self.random = Random(f"{seed}:picker")
         self.open_requests = 0
@@ -211,7 +214,7 @@ class Baseline:
         return []
 
     def replicas_unheard(self, replicas: int) -> None:
-        """A baseline does not care."""
+        """Do nothing, because a baseline ignores other replicas."""
 
     def configure(self, settings: SchedulerSettings, now: Seconds) -> None:
         raise AssertionError("a baseline has no configuration")
@@ -223,14 +226,14 @@ class Baseline:
         self.inflight = [known.get(at.endpoint_id, 0) for at in endpoints]
 
     def observe(self, endpoint: Endpoint, metrics: EndpointMetrics, now: Seconds) -> None:
-        """A baseline does not look at metrics."""
+        """Do nothing, because a baseline ignores metrics."""
 
     def refused(self, endpoint: Endpoint, now: Seconds) -> None:
-        """A baseline does not look at metrics."""
+        """Do nothing, because a baseline ignores metrics."""
 
     @property
     def may_hold(self) -> bool:
-        """A baseline has nobody wait."""
+        """False, because a baseline holds no requests."""
         return False
 
     def holds(self, request: InferenceRequest, now: Seconds) -> bool:
@@ -250,7 +253,7 @@ class Baseline:
         return Route(self.endpoints[chosen])
 
     def first_output(self, route: Route, now: Seconds) -> None:
-        """A baseline only counts whole requests."""
+        """Do nothing, because a baseline counts only whole requests."""
 
     def reschedule(self, route: Route, served: Endpoint, now: Seconds) -> None:
         raise AssertionError("a baseline names one endpoint")
@@ -258,16 +261,17 @@ class Baseline:
     def complete(self, route: Route, outcome: Outcome, now: Seconds) -> None:
         self.open_requests -= 1
         for position, endpoint in enumerate(self.endpoints):
-            # One that left and came back has lost its count; it must not fall below zero.
+            # An endpoint that left and returned has lost its count, which must not become negative.
             if endpoint.endpoint_id == route.endpoint.endpoint_id and self.inflight[position]:
                 self.inflight[position] -= 1
 
     def tick(self, now: Seconds) -> None:
-        """A baseline keeps nothing that grows old."""
+        """Do nothing, because a baseline stores nothing that expires."""
 
 
 Choose: TypeAlias = Callable[[Baseline, InferenceRequest], int]
-"""How a baseline chooses: a position among its endpoints, of which there is at least one."""
+"""Choice of a baseline: the position of an endpoint among its endpoints, of which at least one
+exists."""
 
 
 def _random(baseline: Baseline, request: InferenceRequest) -> int:
@@ -292,7 +296,7 @@ def _power_of_two(baseline: Baseline, request: InferenceRequest) -> int:
 
 
 def _session_affinity(baseline: Baseline, request: InferenceRequest) -> int:
-    """Rendezvous hashing: a session moves only if its own endpoint leaves."""
+    """Return an endpoint by rendezvous hashing: a session moves only if its own endpoint leaves."""
     session = request.session_id
     if not session:
         return _random(baseline, request)
@@ -311,36 +315,40 @@ BASELINES: Final[Mapping[str, Choose]] = {
 
 
 def built_in() -> tuple[str, ...]:
-    """What `--config` knows by name. Raises `ConfigError` as `strategies`."""
+    """Return the names that `--config` accepts. Raises `ConfigError` like `strategies`."""
     return (*configurations(), *BASELINES)
 
 
 class PolicyNameError(ValueError):
-    """The command line names a policy that there is not, or one name twice: one sentence."""
+    """A policy name on the command line is unknown or repeated. The message is one sentence."""
 
 
 class PolicySource(Struct, frozen=True, kw_only=True):
-    """What `--config` names, read once; small enough to be sent to another process."""
+    """The configuration that `--config` names, read once; it is small enough to send to another
+    process.
+    """
 
     name: str
-    """For tables and files: the built-in's, or the file's without its ending."""
+    """Name for tables and files: that of the built-in, or the file's name without its extension."""
     text: str = ""
-    """An `EndpointPickerConfig`; "" for a baseline."""
+    """Text of an `EndpointPickerConfig`; "" for a baseline."""
     source: str = ""
-    """Where the text is from, for messages."""
+    """Origin of the text, for messages."""
 
     @property
     def by_session(self) -> bool:
-        """It goes by the session of a request and by nothing else."""
+        """True if it routes only by the request's session."""
         return not self.text and self.name == _SESSION_AFFINITY
 
     @property
     def hash(self) -> str | None:
-        """As `epp check-config` tells it; None for a baseline. Raises as `load`."""
+        """Hash of the configuration as `epp check-config` prints it; None for a baseline. Raises
+        like `load`.
+        """
         return config_hash(self.load()) if self.text else None
 
     def load(self) -> PickerConfig:
-        """The configuration. Raises `ConfigError` with all that is wrong with it."""
+        """Return the parsed configuration. Raises `ConfigError` with all its problems."""
         return _loaded(self.text, self.source)
 
     def opener(
@@ -349,10 +357,11 @@ class PolicySource(Struct, frozen=True, kw_only=True):
         prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S,
         fallback_endpoints_max: int = 0,
     ) -> Callable[[int], Policy]:
-        """Seed -> a new replica that scrapes at `refresh_interval_s`.
+        """Return a function that creates a new replica from a seed; it scrapes at
+        `refresh_interval_s`.
 
-        `prefill_tokens_per_s` is that of each pod of which the configuration says nothing,
-        `fallback_endpoints_max` how many endpoints are named besides the first.
+        `prefill_tokens_per_s` is the speed of each pod for which the configuration sets none.
+        `fallback_endpoints_max` is the maximum number of fallback endpoints.
         """
         if not self.text:
             choose = BASELINES[self.name]
@@ -375,9 +384,9 @@ def _loaded(text: str, source: str) -> PickerConfig:
 
 
 def policy_source(named: str) -> PolicySource:
-    """The built-in `named`, or the configuration in the file `named`, checked.
+    """Return the built-in `named`, or the checked configuration in the file `named`.
 
-    Raises `PolicyNameError` if there is neither, `ConfigError` if the configuration is no good and
+    Raises `PolicyNameError` if neither exists, `ConfigError` if the configuration is invalid, and
     `OSError` if the file cannot be read.
     """
     text = configurations().get(named)

@@ -1,4 +1,4 @@
-"""A gateway that does not get through to the endpoint that a picker has named first."""
+"""Connections from the gateway that fail for the endpoint that a picker named first."""
 
 from collections.abc import Sequence
 from random import Random
@@ -11,16 +11,16 @@ from sim.cluster.windows import Instant, Numbers, check_window
 
 
 class Reschedule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """From `from_s` to `to_s` connections to the endpoint named first fail for some requests.
+    """A window from `from_s` to `to_s` in which some connections to the first named endpoint fail.
 
-    The gateway asks the next that the picker has named, and tells the picker who has served. Of
-    several at once the greatest share is in effect.
+    The gateway then tries the next endpoint that the picker named, and reports to the picker which
+    endpoint served the request. If several windows overlap, the largest share applies.
     """
 
     from_s: Instant
     to_s: Instant
     share: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
-    """Of the requests for which it is named."""
+    """Share of failing connections, among the requests that name the endpoint first."""
     pods: Numbers = ()
 
     def __post_init__(self) -> None:
@@ -28,14 +28,18 @@ class Reschedule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Connections:
-    """Which connections fail; `seed` and the request decide, so that every policy meets the same."""
+    """The failing connections of a run. The seed and the request decide, so that every policy meets
+    the same.
+    """
 
     def __init__(self, reschedules: Sequence[Reschedule], *, seed: int) -> None:
         self._reschedules = reschedules
         self._seed = seed
 
     def fails(self, pod: int, request: int, attempt: int, now: Seconds) -> bool:
-        """Whether the gateway does not get through to `pod`; `attempt`: how often it was sent before."""
+        """Return whether the connection to `pod` fails; `attempt` counts earlier sends of the
+        request.
+        """
         share = max(
             (
                 one.share

@@ -1,9 +1,9 @@
-"""A picker that scrapes a pod, done when somebody looks.
+"""A picker's scrapes of a pod, computed on demand.
 
-A page tells the state of its pod, which changes only when something happens to the pod. So nothing
-is done at the instant of a scrape: before a pod changes, and before a picker decides, the scrapes
-since are caught up with, and of several that nobody read in between only the last is done. What
-pickers learn from one page to the next they learn of pages that are further apart then.
+A page shows the state of its pod, which changes only with an event of the pod. Therefore nothing is
+done at the time of a scrape. Before a pod changes, and before a picker decides, all scrapes since
+then are computed. If several were not read in between, only the last one is computed. Pickers that
+compare consecutive pages then compare pages that are further apart.
 """
 
 from collections import deque
@@ -19,20 +19,21 @@ from sim.cluster.windows import Duration, Instant, Numbers, Share, check_window
 
 SCRAPE_JITTER: Final = 0.1
 SCRAPE_TIMEOUT_S: Final = 1.0
-"""Both: as `epp/shell/engines/scrape` has them."""
+"""Timeout of a scrape in seconds. This and the jitter are those of `epp/shell/engines/scrape`."""
 _LEAST: Final = 1 - SCRAPE_JITTER
 _SPREAD: Final = 2 * SCRAPE_JITTER
-"""A pause is so much of the interval, and a share of this besides."""
+"""Random part of a pause. A pause is `_LEAST` plus a random share of `_SPREAD`, times the
+interval."""
 
 Read: TypeAlias = tuple[Seconds, EndpointMetrics | None]
-"""When the picker has read a page, and what it says; None: there was no connection."""
+"""Time when the picker read a page, and the page; None if there was no connection."""
 
 
 class ScrapeTrouble(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """From `from_s` to `to_s` scrapes get no answer, or get it later.
+    """A window from `from_s` to `to_s` in which scrapes get no answer, or get it later.
 
-    One that takes `SCRAPE_TIMEOUT_S` or more is given up, and the next one waits for that. Of several
-    troubles at once the one that loses most is in effect.
+    A scrape that takes `SCRAPE_TIMEOUT_S` or more is given up, and the next one starts after that
+    time. If several windows overlap, the one with the greatest loss applies.
     """
 
     from_s: Instant
@@ -40,22 +41,22 @@ class ScrapeTrouble(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     loss: Share = 0.0
     """Share of the scrapes that get no answer."""
     more_s: Duration = 0.0
-    """How much longer an answer takes; it tells the state of the pod when it was asked."""
+    """Additional time of an answer. The answer shows the pod's state at the request."""
     pods: Numbers = ()
     pickers: Numbers = ()
 
     def __post_init__(self) -> None:
         check_window(self.from_s, self.to_s)
         if not (self.loss or self.more_s):
-            raise ValueError("expected loss or more_s above 0: else nothing is wrong with scrapes")
+            raise ValueError("expected loss or more_s above 0, got 0 for both")
 
     def concerns(self, picker: int, pod: int) -> bool:
-        """Whether it is one of this picker's scrapes of this pod."""
+        """Return whether it affects this picker's scrapes of this pod."""
         return (not self.pickers or picker in self.pickers) and (not self.pods or pod in self.pods)
 
 
 class Scraper:
-    """One picker scraping one incarnation of one pod; the pod knows it until `stop`."""
+    """The scrapes of one incarnation of one pod by one picker, known to the pod until `stop`."""
 
     __slots__ = (
         "_delay_s", "_interval_s", "_jitter", "_pages", "_random", "_random_loss",
@@ -73,28 +74,30 @@ class Scraper:
         delay_s: Seconds,
         troubles: Sequence[ScrapeTrouble] = (),
     ) -> None:
-        """`interval_s` on average; a picker has read a page `delay_s` after the pod showed it."""
+        """Start scraping. `interval_s` is the mean interval; the picker reads a page after
+        `delay_s`.
+        """
         self.pod = pod
         self.endpoint = endpoint
         self._random = random
         self._interval_s = interval_s
         self._delay_s = delay_s
         self._troubles = troubles
-        # Draws for the losses must not move those for the jitter.
+        # Random numbers for losses are separate, so that they do not change the jitter.
         self._random_loss = Random(random.getrandbits(64)) if troubles else random
         self._jitter = _LEAST + _SPREAD * random.random()
-        # Spread, as in production, or all pods would be asked at one instant.
+        # Scrapes are spread as in production, so that not all pods are scraped at the same time.
         self.next_at: Seconds = now + random.random() * interval_s
         self._pages: deque[Read] = deque()
-        """Scraped and not yet read, oldest first."""
+        """Pages that are scraped and not yet read, oldest first."""
         pod.scrapers.append(self)
 
     def stop(self) -> None:
-        """Nobody asks this pod for this picker any more; what was not read is not read."""
+        """Stop scraping this pod. Unread pages are dropped."""
         self.pod.scrapers.remove(self)
 
     def catch_up(self, now: Seconds) -> None:
-        """Do the scrapes due before `now`; since the last of them the pod has not changed."""
+        """Compute the scrapes due before `now`. The pod has not changed since the last of them."""
         pod, at, delay_s = self.pod, self.next_at, self._delay_s
         interval_s, jitter, random = self._interval_s, self._jitter, self._random.random
         pages, troubles, alive = self._pages, self._troubles, pod.alive
@@ -110,7 +113,7 @@ class Scraper:
                 jitter = _LEAST + _SPREAD * random()
                 continue
             if not alive:
-                # Each refusal counts.
+                # Each refused connection counts.
                 pages.append((read_at, None))
             elif read_at <= now:
                 replaced = at
@@ -127,7 +130,9 @@ class Scraper:
         self._jitter = jitter
 
     def read(self, now: Seconds) -> Sequence[Read]:
-        """What the picker has read by `now` and not been given: the last page, refusals after it."""
+        """Return what the picker has read by `now` and not received yet: the last page, and
+        refusals after it.
+        """
         if self.next_at < now:
             self.catch_up(now)
         pages = self._pages
@@ -142,12 +147,12 @@ class Scraper:
         return found
 
     def _trouble_at(self, at: Seconds) -> ScrapeTrouble | None:
-        """What is wrong with scrapes at `at`."""
+        """Return the trouble in effect at `at`, or None."""
         found = [trouble for trouble in self._troubles if trouble.from_s <= at < trouble.to_s]
         return max(found, key=lambda trouble: (trouble.loss, trouble.more_s), default=None)
 
     def _ask_in_trouble(self, trouble: ScrapeTrouble, at: Seconds, pause_s: Seconds) -> Seconds:
-        """Do the scrape of `at`: how long until the next one."""
+        """Do the scrape at `at`, and return the time until the next one."""
         takes_s = self._delay_s + trouble.more_s
         if takes_s < SCRAPE_TIMEOUT_S and self._random_loss.random() >= trouble.loss:
             self._pages.append((at + takes_s, self.pod.page(at)))
@@ -156,6 +161,8 @@ class Scraper:
         return max(SCRAPE_TIMEOUT_S, pause_s)
 
     def _keep(self, at: Seconds) -> None:
-        """The page of `at`, in the place of all before: it is read before anybody looks."""
+        """Replace all earlier pages by that of `at`, which is read before anything looks at
+        them.
+        """
         self._pages.clear()
         self._pages.append((at + self._delay_s, self.pod.page(at)))

@@ -1,4 +1,4 @@
-"""What a cluster is: its pods, its pickers, its clients, and all that separates them."""
+"""The settings of a cluster: its pods, pickers and clients, and the delays between them."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -20,39 +20,42 @@ from sim.cluster.tokenizing import TokenizeSettings
 
 SCRAPE_INTERVAL_S_MIN: Final = REFRESH_MIN_S
 SCRAPE_INTERVAL_S_PER_POD: Final = REFRESH_PER_ENDPOINT_S
-"""Both: as `epp/shell/engines/scrape` has them."""
+"""Scrape interval per pod in seconds. This and the minimum are those of
+`epp/shell/engines/scrape`."""
 
 TICK_S: Final[Seconds] = 1.0
-"""As `epp serve` calls `Scheduler.tick`."""
+"""Interval at which `epp serve` calls `Scheduler.tick`."""
 
 
 class ClusterSettingsError(ValueError):
-    """Settings that do not go together: one sentence."""
+    """The settings contradict each other. The message is one sentence."""
 
 
 class ClientSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All clients of a run; each request is one to its client, however often it is sent."""
+    """The behaviour of all clients of a run. Retries of a request count as the same request."""
 
     retries: Annotated[int, Meta(ge=0, le=1_000)] = 0
-    """How often one is sent again that was refused with 429 or 503, that met no picker, or whose
-    pod died.
-    """
+    """Maximum number of retries of a request that was refused with 429 or 503, met no picker, or
+    lost its pod."""
     pause_s: Annotated[float, Meta(ge=0.01, le=1e6)] = 1.0
-    """Before the first of them; twice as long before each further one."""
+    """Pause before the first retry in seconds. Each further pause is twice as long."""
     timeout_s: Annotated[float, Meta(gt=0.0, le=1e9)] | None = None
-    """The client leaves if the whole answer is not there by then, and does not come again."""
+    """Time after which the client leaves without its whole answer and does not retry; None for no
+    limit."""
 
     def pause_before_s(self, retry: int) -> float:
-        """Before the `retry`-th time again, from 0."""
+        """Return the pause before retry number `retry`, counted from 0, in seconds."""
         return self.pause_s * 2.0 ** min(retry, 30)
 
 
 class Absence(Struct, frozen=True):
-    """Picker `replica` dies at `from_s`, and a new process takes its place at `to_s`.
+    """A window in which picker `replica` is down: it dies at `from_s`, and a new process starts at
+    `to_s`.
 
-    From 0 on: it joins late. The new process knows nothing, scrapes from `from_s` on and gets
-    requests from `to_s` on, or once it has a snapshot of its peers. Requests go to the others
-    meanwhile; where there are none the gateway refuses them. Answers that were under way are served.
+    A window from 0 on means that the picker joins late. The new process knows nothing. It scrapes
+    from `from_s` on, and gets requests from `to_s` on or when it has a snapshot from its peers.
+    Other pickers get the requests meanwhile; without others, the gateway refuses them. Answers in
+    progress are served.
     """
 
     replica: int
@@ -61,59 +64,61 @@ class Absence(Struct, frozen=True):
 
 
 class ClusterSettings(Struct, frozen=True, kw_only=True):
-    """The pool and all that separates the picker's view from the truth.
+    """The pool, and all delays and losses between the picker's view and the real state.
 
     Raises `ClusterSettingsError`.
     """
 
     pods: tuple[PodKind, ...]
     replicas: int = 1
-    """Pickers."""
+    """Number of pickers."""
     assignment: Assignment = Assignment.RANDOM
-    """Which of them a request reaches."""
+    """Assignment of requests to pickers."""
     peers: PeerSettings | None = None
-    """How they tell each other what they decide; None: each is blind to the others."""
+    """Sharing of decisions between pickers, or None if they share nothing."""
     absences: tuple[Absence, ...] = ()
     fallback_endpoints_max: int = 0
-    """Endpoints that a picker names besides the first, which the gateway asks if it does not get through."""
+    """Maximum number of fallback endpoints that a picker names; the gateway uses them if a
+    connection fails."""
     reschedules: tuple[Reschedule, ...] = ()
     scrape_interval_s: Seconds | None = None
-    """Mean time between two scrapes of a pod; None: as production, by the number of pods."""
+    """Mean time between two scrapes of a pod; None derives it from the number of pods, as
+    production does."""
     scrape_delay_s: Seconds = 0.001
-    """From the instant that a page shows to the picker that has read it."""
+    """Time between the state that a page shows and its reading by the picker."""
     scrape_troubles: tuple[ScrapeTrouble, ...] = ()
     network_delay_s: Seconds = 0.0005
-    """One way, client to picker and picker to pod alike."""
+    """Delay in one direction, between client and picker and between picker and pod."""
     discovery_delay_s: Seconds = 1.0
-    """From a change of the pool to the pickers that know of it."""
+    """Delay from a change of the pool to the pickers' knowledge of it."""
     response_chunks: bool = False
-    """The gateway shows response bodies to the picker, which thus knows of first tokens."""
+    """True if the gateway shows response bodies to the picker, which then sees first tokens."""
     abort_share: float = 0.0
     """Share of the requests whose client leaves if the answer takes too long."""
     abort_after_s: Seconds = 10.0
-    """Mean of the exponentially distributed patience of those clients."""
+    """Mean patience of those clients, which is exponentially distributed."""
     clients: ClientSettings = ClientSettings()
     believed_prefill_tokens_per_s: float | None = None
-    """What pickers take for the prefill speed of every pod of which their configuration says nothing;
-    None: what it does."""
+    """Prefill speed that pickers assume for every pod if their configuration does not set it. None
+    uses the pod's real speed."""
     tokenize: TokenizeSettings | None = None
-    """What requests wait for before they are placed; None: for nothing."""
+    """Tokenisation that requests wait for before they are placed, or None for no wait."""
     kv_events: KVEventSettings | None = None
-    """How pickers hear what engines hold; None: nobody tells them."""
+    """KV events from engines to pickers, or None if pickers receive none."""
 
     @property
     def refresh_interval_s(self) -> Seconds:
-        """Mean time between two scrapes of a pod, in effect."""
+        """Effective mean time between two scrapes of a pod."""
         if self.scrape_interval_s is not None:
             return self.scrape_interval_s
         return max(SCRAPE_INTERVAL_S_MIN, SCRAPE_INTERVAL_S_PER_POD * len(self.pods))
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """What pickers are told of every pod unless their configuration tells them.
+        """Prefill speed of every pod that pickers assume unless their configuration sets it.
 
-        `believed_prefill_tokens_per_s`, else what it does; where pods differ in that, what a picker
-        assumes that nobody tells anything.
+        It is `believed_prefill_tokens_per_s`, or else the pods' real speed. If pods differ in
+        speed, it is the picker's default.
         """
         if self.believed_prefill_tokens_per_s is not None:
             return self.believed_prefill_tokens_per_s
@@ -121,7 +126,9 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
         return speeds.pop() if len(speeds) == 1 else PREFILL_TOKENS_PER_S
 
     def opener(self, source: PolicySource) -> Callable[[int], Policy]:
-        """Seed -> a new picker of this pool, which decides by `source`."""
+        """Return a function that creates a new picker of this pool from a seed, with the policy
+        `source`.
+        """
         return source.opener(
             self.refresh_interval_s, self.prefill_tokens_per_s, self.fallback_endpoints_max
         )
@@ -131,7 +138,9 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
 
 
 def _check_pickers(settings: ClusterSettings) -> None:
-    """`ClusterSettingsError` if something is said of pickers that there are not or cannot be."""
+    """Raise `ClusterSettingsError` if the settings name pickers that do not exist or that cannot
+    work.
+    """
     named = [("--picker-away (picker-restart)", one.replica) for one in settings.absences]
     peers = settings.peers
     if peers is not None and settings.replicas > 1:
@@ -149,19 +158,19 @@ def _check_pickers(settings: ClusterSettings) -> None:
     if settings.reschedules and not settings.fallback_endpoints_max:
         raise ClusterSettingsError(
             f"reschedule at {settings.reschedules[0].from_s:g} s: expected fallback_endpoints_max "
-            "(--fallback-endpoints-max) of 1 or more, got 0: pickers name one endpoint alone"
+            "(--fallback-endpoints-max) of 1 or more, got 0: pickers name only one endpoint"
         )
     away_s_min = 2 * settings.refresh_interval_s
     by_replica = sorted(settings.absences, key=lambda absence: (absence.replica, absence.from_s))
     for absence in by_replica:
         if absence.to_s - absence.from_s < away_s_min:
             raise ClusterSettingsError(
-                f"picker {absence.replica} scrapes every pod before it is there again: expected an "
-                f"absence of {away_s_min:g} s at least, got {absence.to_s - absence.from_s:g} s"
+                f"picker {absence.replica} scrapes every pod before it serves again: expected an "
+                f"absence of at least {away_s_min:g} s, got {absence.to_s - absence.from_s:g} s"
             )
     for before, after in pairwise(by_replica):
         if before.replica == after.replica and after.from_s < before.to_s + SNAPSHOT_S_MAX:
             raise ClusterSettingsError(
-                f"picker {after.replica} dies at {after.from_s:g} s: expected that to be "
-                f"{SNAPSHOT_S_MAX:g} s at least after it came back, at {before.to_s:g} s"
+                f"picker {after.replica} dies at {after.from_s:g} s: expected this to be at least "
+                f"{SNAPSHOT_S_MAX:g} s after its restart at {before.to_s:g} s"
             )

@@ -1,4 +1,4 @@
-"""One pod in simulated time: an engine, its page, and what can go wrong with it."""
+"""One pod in simulated time: an engine, its metrics page, and its faults."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -21,24 +21,24 @@ from sim.engine.request import EngineRequest
 
 _PORT: Final = 8000
 _DEVICE_TIER: Final = "device"
-"""As `EndpointMetrics.tier_hit_tokens` has it."""
+"""Name of the GPU's tier in `EndpointMetrics.tier_hit_tokens`."""
 
 
 class PodKind(Struct, frozen=True, kw_only=True):
-    """What a pod runs on and how its engine was started."""
+    """The hardware of a pod, and the flags of its engine."""
 
     profile: Profile
     engine: EngineSettings
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Of the pod, as discovery announces them."""
+    """Labels of the pod that discovery announces."""
     speed: float = 1.0
-    """Its passes take so many times less than the profile says."""
+    """Factor by which its passes are faster than the profile."""
     cache: CacheBehaviour | None = None
-    """How it keeps prompts; None: as vLLM does."""
+    """Cache behaviour that replaces vLLM's; None for vLLM's."""
     advertised_blocks: int | None = None
-    """Blocks of the KV cache of an engine by its page; None: as many as there are."""
+    """KV-cache blocks of one engine that its page reports; None for the real number."""
     features: tuple[Feature, ...] = ()
-    """With which its engine was started: `engine` has what follows from them."""
+    """Features that its engine was started with. `engine` already contains their effects."""
 
     @classmethod
     def of(
@@ -52,9 +52,9 @@ class PodKind(Struct, frozen=True, kw_only=True):
         cache: CacheBehaviour | None = None,
         features: tuple[Feature, ...] = (),
     ) -> "PodKind":
-        """The engine that `vllm serve` starts on that card with these `features` alone.
+        """Return the kind of pod that `vllm serve` starts on this hardware with these `features`.
 
-        With another `cache` it has that in the place of vLLM's.
+        `cache` replaces vLLM's cache behaviour if it is given.
         """
         kv_tokens = profile.kv_tokens if cache is None else cache.kv_tokens(profile)
         return cls(
@@ -75,47 +75,48 @@ class PodKind(Struct, frozen=True, kw_only=True):
 
     @property
     def request_tokens_max(self) -> int:
-        """How long prompt and answer of a request may be together, for its KV cache."""
+        """Maximum tokens of prompt and answer together that the KV cache allows."""
         if self.cache is None:
             return self.engine.request_tokens_max
         return min(self.cache.request_tokens_max(self.engine), self.engine.request_tokens_max)
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """With steps as long as its engine makes them, all ranks together."""
+        """Prefill speed of all ranks together, with the longest steps that its engine makes."""
         tokens = min(self.engine.max_num_batched_tokens, self.profile.max_model_len_tokens)
         if not self.engine.chunked_prefill:
-            # Passes are as long as prompts are: the longest that the model allows tells of none.
+            # Passes are as long as prompts here, and the model's maximum length is not a typical
+            # prompt.
             tokens = min(tokens, self.profile.max_num_batched_tokens)
         return self.profile.prefill_tokens_per_s(tokens) * self.ranks
 
     @property
     def ranks(self) -> int:
-        """Engines of a pod."""
+        """Number of engines in a pod."""
         return ranks_of(self.features)
 
     def open_rank(self, cache: PromptCache | None) -> Engine:
-        """One of its engines, with nothing in it."""
+        """Return a new empty engine of one rank."""
         return open_engine(self.features, self.engine, self.profile, cache)
 
 
 class Scraper(Protocol):
-    """Who scrapes a pod."""
+    """The interface of an object that scrapes a pod."""
 
     @property
     def next_at(self) -> Seconds:
-        """When it does so next."""
+        """Time of its next scrape."""
         ...
 
     def catch_up(self, now: Seconds) -> None:
-        """Do what was due before `now`."""
+        """Do the scrapes that were due before `now`."""
         ...
 
 
 class SimulatedPod:
-    """Runs its engine in simulated time and tells `stepped` of each step when it ends.
+    """A pod that runs its engine in simulated time and passes each ended step to `stepped`.
 
-    A pass that has begun is not interrupted: what is submitted meanwhile waits for its end.
+    A pass in progress is not interrupted; requests submitted meanwhile wait for its end.
     """
 
     def __init__(
@@ -129,10 +130,13 @@ class SimulatedPod:
         tells: bool = False,
         stores: Stores | None = None,
     ) -> None:
-        """`tells`: it publishes KV events, step by step. `stores`: what it has in common with others."""
+        """Start the pod. With `tells` it publishes KV events; `stores` holds caches shared
+        by pods.
+        """
         self.number = number
         self.events: tuple[EventLog, ...] = ()
-        """What each rank has published of the process that runs or ran last; (): none does."""
+        """Event log of each rank's present or last process; empty if the pod publishes no
+        events."""
         self._tells = tells
         self.name = f"pod-{number}"
         self.uid = uid
@@ -140,27 +144,28 @@ class SimulatedPod:
         self.alive = True
         self.restarts = 0
         self.draining = False
-        """It serves what it has, and is announced no more."""
+        """True if it finishes its requests and is withdrawn from discovery."""
         self.returns = False
-        """It is ending or has ended, and will be there again."""
+        """True if it is ending or has ended, and will restart."""
         self._slowness = 1.0 / kind.speed
         self.life = 0
-        """Changes when the engine is lost."""
+        """Counter that changes whenever the engine is lost."""
         self.requests: dict[str, Any] = {}
-        """What is in the engine, by request id; kept by the owner of the pod."""
+        """Requests in the engine by request id, maintained by the owner of the pod."""
         self.scrapers: list[Scraper] = []
-        """They are told before anything changes that a page would show."""
+        """Scrapers that are called before anything changes that a page would show."""
         self.leaving: set[str] = set()
-        """Aborted in the pass that is in progress, to whose end they stay."""
+        """Ids of requests that were aborted in the pass in progress, and that stay until
+        its end."""
         self._loop = loop
         self._stepped = stepped
         self._frozen: EndpointMetrics | None = None
         self._stores: Stores = {} if stores is None else stores
         self._tier_tokens_before: Mapping[str, float] = {}
-        """By the processes before."""
+        """Tokens found by tier in earlier processes."""
         self._caches: list[PromptCache | None] = [None] * kind.ranks
         self._shown: EndpointMetrics
-        """The page, as of the end of the last pass."""
+        """Page with the state at the end of the last pass."""
         self._start()
 
     def __repr__(self) -> str:
@@ -171,13 +176,13 @@ class SimulatedPod:
 
     @property
     def place(self) -> str:
-        """What its dice are known by: the same with every seed."""
+        """Name that seeds its random numbers, equal in all runs."""
         return f"{self.name}:{_PORT}"
 
     @property
     def endpoint(self) -> Endpoint:
-        """As discovery announces it."""
-        # 10.x.y.z holds a million pods, each with an address of its own.
+        """The endpoint as discovery announces it."""
+        # 10.x.y.z has a distinct address for each of a million pods.
         high, low = divmod(self.number + 1, 250)
         address = f"10.{high // 250}.{high % 250}.{low + 1}:{_PORT}"
         return Endpoint(
@@ -191,7 +196,7 @@ class SimulatedPod:
 
     @property
     def announced(self) -> bool:
-        """Whether discovery tells of it."""
+        """True if discovery announces it."""
         return self.alive and not self.draining
 
     @property
@@ -204,13 +209,17 @@ class SimulatedPod:
 
     @property
     def tier_tokens(self) -> Mapping[str, float] | None:
-        """Tier -> prompt tokens found there, by all its processes; None: it has the GPU's alone."""
+        """Prompt tokens found by tier over all its processes; None if it has only the GPU's
+        tier.
+        """
         if not self._offloaded:
             return None
         return _summed(self._tier_tokens_before, self._tier_tokens())
 
     def submit(self, request: EngineRequest, rank: int | None = None) -> None:
-        """Put `request` into the engine's queue, of `rank` if that is said. ValueError if it can never fit."""
+        """Queue `request` in the engine, at `rank` if given. Raise ValueError if it can
+        never fit.
+        """
         self._catch_up()
         if isinstance(self.engine, RankedEngine):
             self.engine.submit(request, self._loop.now, rank)
@@ -221,7 +230,7 @@ class SimulatedPod:
         self._follow()
 
     def abort(self, request_id: str) -> None:
-        """The client has left: the engine lets the request go."""
+        """Remove a request whose client has left from the engine."""
         self._catch_up()
         self.engine.cut(self._loop.now)
         if self.engine.abort(request_id) and self.engine.passes:
@@ -229,16 +238,17 @@ class SimulatedPod:
         self._follow()
 
     def page(self, at: Seconds) -> EndpointMetrics | None:
-        """What a scrape reads: the state at the end of the last pass. None: no answer.
+        """Return the page that a scrape at `at` reads, or None if the pod does not answer.
 
-        `at` lies after the last change of the pod, now at the latest.
+        The page shows the state at the end of the last pass. `at` is between the last change of the
+        pod and now.
         """
         if not self.alive:
             return None
         return self._frozen or self._metrics(at)
 
     def slow_down(self, factor: float) -> None:
-        """Passes that begin from now on take `factor` times as long as usual."""
+        """Make passes that begin from now on take `factor` times as long as usual."""
         self._catch_up()
         self._slowness = factor / self.kind.speed
         self.engine.cut(self._loop.now)
@@ -246,12 +256,12 @@ class SimulatedPod:
         self._follow()
 
     def freeze_page(self, frozen: bool) -> None:
-        """From now on show what the page says now, whatever happens; or stop doing so."""
+        """Freeze the page in its present state, or unfreeze it."""
         self._catch_up()
         self._frozen = self._metrics(self._loop.now) if frozen else None
 
     def die(self) -> None:
-        """The engine is gone with all that it held."""
+        """End the process; the engine loses its whole state."""
         self._catch_up()
         self.alive = False
         self._frozen = None
@@ -260,7 +270,9 @@ class SimulatedPod:
             log.end(self._loop.now)
 
     def restart(self) -> None:
-        """A new process in the same pod: same name and address, an empty cache."""
+        """Start a new process in the same pod, with the same name and address and an empty
+        cache.
+        """
         self._catch_up()
         self.restarts += 1
         self._tier_tokens_before = self.tier_tokens or {}
@@ -278,7 +290,7 @@ class SimulatedPod:
             ]
         self._offloaded = [cache for cache in self._caches if isinstance(cache, OffloadedBlocks)]
         self.ranks = [kind.open_rank(cache) for cache in self._caches]
-        """The engines of its process, one unless its kind has more."""
+        """Engines of its process, one per rank."""
         self.engine: Engine | RankedEngine = (
             self.ranks[0] if len(self.ranks) == 1 else RankedEngine(self.ranks)
         )
@@ -300,7 +312,7 @@ class SimulatedPod:
         self.life += 1
 
     def _show(self) -> None:
-        """Let the page show the engine as it is now, between two passes."""
+        """Make the page show the present state of the engine, between two passes."""
         engine, settings = self.engine, self.kind.engine
         adapters: AdapterReport | None = None
         if settings.max_loras:
@@ -331,7 +343,7 @@ class SimulatedPod:
                 scraper.catch_up(now)
 
     def _follow(self) -> None:
-        """Be there when the step that has begun ends; begin one if there is work."""
+        """Schedule the end of the running step, or begin a step if there is work."""
         ends_at = self.engine.ends_at
         if ends_at is None:
             ends_at = self.engine.begin(self._loop.now)
@@ -351,7 +363,7 @@ class SimulatedPod:
         self._count(step)
         if self.events:
             for rank, log in zip(self.ranks, self.events, strict=True):
-                # What a rank does in a step of its own is told when that has ended.
+                # The events of a rank are sent when its own step has ended.
                 if rank.ends_at is None:
                     log.end_step(self._loop.now)
         self._due = None
@@ -362,13 +374,13 @@ class SimulatedPod:
         self._follow()
 
     def _count(self, step: Step) -> None:
-        """What the page counts: prompt tokens looked up and found as requests are admitted."""
+        """Add the prompt tokens looked up and found when requests were admitted, for the page."""
         for request in step.admitted:
             self._queried_tokens += request.prompt_tokens
             self._hit_tokens += request.cached_tokens
 
     def _tier_tokens(self) -> Mapping[str, float]:
-        """Those of the process that runs, where it offloads."""
+        """Return the tokens found by tier in the present process, which offloads."""
         told: Mapping[str, float] = {}
         for cache in self._offloaded:
             told = _summed(told, cache.hit_tokens)
@@ -376,11 +388,11 @@ class SimulatedPod:
 
     def _metrics(self, at: Seconds) -> EndpointMetrics:
         if self.engine.passes > 1:
-            # Nobody came and nobody left, but the answers grew.
+            # No request came or left, but the answers have grown.
             return replace(self._shown, kv_cache_usage=self.engine.kv_cache_usage(at))
         return self._shown
 
 
 def _summed(some: Mapping[str, float], others: Mapping[str, float]) -> Mapping[str, float]:
-    """Both together, by the names of `others`, which has those of `some`."""
+    """Return the sums of both, with the names in `others`, which include those in `some`."""
     return {name: some.get(name, 0.0) + tokens for name, tokens in others.items()}

@@ -1,4 +1,4 @@
-"""One request of a client, and what becomes of it."""
+"""One request of a client, and its state over the run."""
 
 import math
 from enum import StrEnum
@@ -13,11 +13,11 @@ from sim.traces.prompts import PromptHashes
 
 
 class Fate(StrEnum):
-    """How a request ended for its client. Each has exactly one."""
+    """The result of a request for its client. Each request has exactly one."""
 
     COMPLETE = "complete"
     REFUSED = "refused"
-    """By the picker."""
+    """The picker refused it."""
     FAILED = "failed"
     """The pod could not serve it, or died."""
     ABORTED = "aborted"
@@ -25,7 +25,7 @@ class Fate(StrEnum):
 
 
 class Failure(StrEnum):
-    """Why a pod did not serve a request."""
+    """The reason why a pod did not serve a request."""
 
     CONTEXT = "longer than the model's context"
     KV_CACHE = "longer than the KV cache"
@@ -37,7 +37,7 @@ class Failure(StrEnum):
 
 
 class SimulatedRequest:
-    """One request and all that happened to it. Times are simulated seconds."""
+    """A request and everything that happened to it. Times are simulated seconds."""
 
     __slots__ = (
         "arrival", "arrived_at", "ended_at", "engine", "failure", "fate", "finished_at", "first_token_at", "hashes",
@@ -47,35 +47,36 @@ class SimulatedRequest:
 
     def __init__(self, sequence: int, arrival: Arrival, arrived_at: Seconds) -> None:
         self.sequence = sequence
-        """Counts requests from 0, in the order of their arrival."""
+        """Number of the request in order of arrival, starting from 0."""
         self.arrival = arrival
         self.arrived_at = arrived_at
         self.replica: int | None = None
-        """The picker that it reaches; None: there is none."""
+        """Picker that the request reaches, or None if no picker runs."""
         self.retries = 0
-        """How often it was sent again; what follows is of the last time."""
+        """Number of retries. The fields below describe the last attempt."""
         self.forget_attempt()
 
     def forget_attempt(self) -> None:
-        """Nothing has happened to it since it was sent."""
+        """Reset the fields of an attempt before the request is sent."""
         self.routed_at: Seconds | None = None
         self.wait: Wait | None = None
-        """It waits at its picker, which has read it and cannot place it yet."""
+        """Wait at its picker, which has read the request and cannot place it yet. None if it does
+        not wait."""
         self.route: Route | None = None
         self.policy: Policy | None = None
-        """The process that routed it, which may be gone since."""
+        """Picker process that routed the request, which may have ended since."""
         self.refusal: Refusal | None = None
         self.pod: SimulatedPod | None = None
-        """Which serves it, or is asked to."""
+        """Pod that serves the request, or that it was sent to."""
         self.passed_over = 0
-        """Endpoints that the picker named and that the gateway did not get through to."""
+        """Endpoints that the picker named and that the gateway could not connect to."""
         self.life = 0
         self.predicted_cached_tokens = 0
         self.metrics_age_s: Seconds = math.inf
-        """How old the chosen pod's metrics were when it was chosen; infinite if unknown."""
+        """Age of the chosen pod's metrics at the decision, in seconds; infinite if unknown."""
         self.submitted_at: Seconds | None = None
         self.hashes: PromptHashes | None = None
-        """From the picker to the engine."""
+        """Hashes of the prompt, kept between the picker and the engine."""
         self.engine: EngineRequest | None = None
         self.first_token_at: Seconds | None = None
         self.finished_at: Seconds | None = None
@@ -83,7 +84,7 @@ class SimulatedRequest:
         self.fate: Fate | None = None
         self.failure: Failure | None = None
         self.status = 0
-        """HTTP status, 0 until there is one."""
+        """HTTP status of the answer; 0 before it."""
 
     @property
     def request_id(self) -> str:

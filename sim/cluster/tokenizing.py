@@ -1,7 +1,8 @@
-"""Requests wait at their picker until a renderer has made tokens of their prompts, as in production.
+"""Requests that wait at their picker until a renderer has tokenised their prompts, as in
+production.
 
-A renderer works on one prompt at a time, and is shared by all pickers. Nobody waits for it longer
-than the picker's deadline; it does not know that, and finishes what it was asked.
+All pickers share one renderer, which works on one prompt at a time. A request waits at most until
+the picker's deadline. The renderer does not know the deadline and finishes every prompt.
 """
 
 from msgspec import Struct, structs
@@ -13,7 +14,7 @@ from sim.cluster.loop import Loop
 
 
 class TokenizeSettings(Struct, frozen=True, kw_only=True):
-    """What it takes to find out the tokens of a prompt."""
+    """The duration of tokenisation, and the picker's deadline for it."""
 
     seconds_per_token: Seconds
     timeout_s: Seconds = 0.02
@@ -21,7 +22,9 @@ class TokenizeSettings(Struct, frozen=True, kw_only=True):
 
 
 class SimulatedRenderer:
-    """A `Resolver`. Traces know the tokens of requests: one that waits in vain loses them."""
+    """A `Resolver` that delays requests. Traces already contain the tokens; a request loses them at
+    a timeout.
+    """
 
     def __init__(self, settings: TokenizeSettings, loop: Loop) -> None:
         self._settings = settings
@@ -33,7 +36,7 @@ class SimulatedRenderer:
     def begin(
         self, request: InferenceRequest, body: bytes, resume: Resume
     ) -> "_SimulatedWait | None":
-        """`body` is not there in simulated time."""
+        """Start tokenising a prompt; `body` is not used in simulated time."""
         settings, now = self._settings, self._loop.now
         takes_s = settings.seconds_per_token * request.prompt_tokens
         if takes_s == 0.0:

@@ -1,4 +1,4 @@
-"""Instants and windows of a run, as a user writes them down."""
+"""Times and time windows of a run, as users write them in scenario files."""
 
 from typing import Annotated, Final, TypeAlias
 
@@ -12,10 +12,10 @@ Instant: TypeAlias = Annotated[float, Meta(ge=0.0, le=_INSTANT_S_MAX)]
 Duration: TypeAlias = Annotated[float, Meta(ge=0.0, le=_INSTANT_S_MAX)]
 Share: TypeAlias = Annotated[float, Meta(ge=0.0, le=1.0)]
 Numbers: TypeAlias = tuple[Annotated[int, Meta(ge=0, le=1_000_000)], ...]
-"""Of pods or pickers, from 0; none: all that are there."""
+"""Numbers of pods or pickers, starting from 0. An empty tuple means all that exist at that time."""
 
 
 def check_window(from_s: Seconds, to_s: Seconds) -> None:
-    """`ValueError` unless it ends after its beginning."""
+    """Raise `ValueError` unless the window ends after its start."""
     if from_s >= to_s:
         raise ValueError(f"expected to_s after from_s, {from_s:g} s, got {to_s:g} s")

@@ -1,1 +1,1 @@
-"""A simulated vLLM engine: blocks, batches, and how long a step takes."""
+"""A simulated vLLM engine: its blocks, its batches, and the duration of its steps."""

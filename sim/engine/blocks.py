@@ -1,22 +1,21 @@
-"""The paged KV cache of one engine: which blocks are held, cached, free, and next to be evicted.
+"""The paged KV cache of one engine: used, cached and free blocks, and the order of eviction.
 
-The order is vLLM's (`v1/core/block_pool.py`, `v1/core/kv_cache_utils.py`), and the recorded run of
-a real engine in the tests checks it:
-
-- One block is reserved; the others begin free.
-- A block that leaves its last holder goes to the back of the free list if it carries a hash (it may
-  be hit again), to the front if it does not. A request lets its blocks go tail first, so the tail
+The order is vLLM's (`v1/core/block_pool.py`, `v1/core/kv_cache_utils.py`). Tests compare it with
+the recorded run of a real engine:
+- One block is reserved. All others are free at the start.
+- A block without holders goes to the back of the free list if it has a hash, because it may be hit
+  again. It goes to the front if it has none. A request releases its last block first, so the tail
   of a prefix is evicted before its head.
-- A hash is dropped only when the block itself is taken for something else.
-- Nothing is deduplicated: two requests that miss together make two blocks with one hash, and the
-  older is hit.
+- A hash is dropped only when the block is reused.
+- Nothing is deduplicated: two requests that miss together make two blocks with one hash, and later
+  requests hit the older one.
 
-What a block holds is told by a chain: keys that stand for all up to and with their blocks (see
-`sim/pods/tokens.py`), and where the blocks of each key end. Two chains with the same key share its
-blocks as far as both have them. Blocks of one chain that follow each other and are held together
-are one `Run`, however many keys they have; a run is split where that ends to be true. So a prompt
-costs as many runs as there are turns in its conversation, not as it has blocks, and hits are the
-same: block numbers are the one thing that is not modelled, and nothing depends on them.
+A chain describes the content of blocks: keys that stand for all text up to the end of their blocks
+(see `sim/pods/tokens.py`), and the ends of the keys' blocks. Two chains with the same key share its
+blocks as far as both have them. Consecutive blocks of one chain with the same holders are one
+`Run`, regardless of their number of keys. A run is split when this is no longer true. A prompt
+therefore costs as many runs as its conversation has turns, instead of as many as it has blocks.
+Hits are the same. Only block numbers are not modelled, and nothing depends on them.
 """
 
 from bisect import bisect_left, bisect_right
@@ -27,7 +26,8 @@ from typing import Protocol
 class Run:
     """Blocks `start` to `end` of a chain, in its pieces `first` to `last`, with one set of holders.
 
-    A piece is one key's blocks. At least one block, and at least one of each piece, is in the run.
+    A piece is the blocks of one key. A run has at least one block, and at least one block of each
+    of its pieces.
     """
 
     __slots__ = ("after", "before", "end", "ends", "first", "holders", "keys", "last", "start")
@@ -54,7 +54,7 @@ class Run:
 
     @property
     def blocks(self) -> int:
-        """How many."""
+        """Number of blocks."""
         return self.end - self.start
 
 
@@ -66,11 +66,12 @@ class Holding:
     def __init__(self) -> None:
         self.runs: list[Run] = []
         self.registered_blocks = 0
-        """Blocks in `runs`."""
+        """Number of blocks in `runs`."""
         self.open_blocks = 0
-        """Blocks without a hash: not computed to their end."""
+        """Number of blocks without a hash, because they are not completely computed."""
         self.piece = 0
-        """Of the chain: the first whose blocks are not all registered, or one before it."""
+        """Piece of the chain: the first one whose blocks are not all registered, or the one before
+        it."""
 
     @property
     def blocks(self) -> int:
@@ -78,66 +79,71 @@ class Holding:
 
 
 class PoolWatcher(Protocol):
-    """Is told which blocks can be hit and which cannot any more, in the order of vLLM's KV events.
+    """An observer of blocks that can be hit from now on or no longer, in the order of vLLM's KV
+    events.
 
-    Of a block that is there more than once it is told for each copy.
+    If a block has several copies, the observer is called for each copy.
     """
 
     def stored(self, keys: Sequence[int], ends: Sequence[int], start: int, end: int) -> None:
-        """Blocks `start` to `end` of a chain can be hit from now on."""
+        """Report that blocks `start` to `end` of a chain can be hit from now on."""
         ...
 
     def forgotten(self, keys: Sequence[int], ends: Sequence[int], start: int, end: int) -> None:
-        """Blocks `start` to `end` of a chain are taken for something else, the last one first."""
+        """Report that blocks `start` to `end` of a chain are reused, the last one first."""
         ...
 
     def cleared(self) -> None:
-        """No block can be hit any more."""
+        """Report that no block can be hit any more."""
         ...
 
 
 class BlockPool:
-    """`blocks_total` blocks, one of them reserved. No time, no tokens: keys and counts."""
+    """A pool of `blocks_total` blocks, one of them reserved. It knows only keys and counts, no time
+    and no tokens.
+    """
 
     def __init__(self, blocks_total: int) -> None:
-        """At least 2 blocks, or ValueError."""
+        """Create a pool with at least 2 blocks. Raises ValueError."""
         if blocks_total < 2:
             raise ValueError(f"A block pool needs at least 2 blocks, got {blocks_total}.")
         self.blocks_total = blocks_total
         self.blocks_usable = blocks_total - 1
-        """All but the reserved one."""
+        """Number of all blocks except the reserved one."""
         self._blank_blocks = blocks_total - 1
-        """Free and without a hash: all of them are taken before any with one."""
+        """Number of free blocks without a hash. They are taken before any block with a hash."""
         self._cached_blocks = 0
-        """Free with a hash."""
+        """Number of free blocks with a hash."""
         self.duplicate_blocks = 0
-        """Held blocks counted once for each holder but the first."""
+        """Number of held blocks, counted once for each holder except the first."""
         self._order = Run((), (), 0, 0, 0, 0, 0)
-        """Head of the ring of free runs in the order of eviction; a run's last block goes first."""
+        """Head of the ring of free runs in the order of eviction; the last block of a run goes
+        first."""
         self._runs: dict[int, tuple[Run, ...]] = {}
-        """Those with blocks of a key; of two with the same block the older comes first."""
+        """Runs with blocks of a key. If two runs have the same block, the older one comes first."""
         self._holdings: dict[Holding, None] = {}
         self.watcher: PoolWatcher | None = None
 
     @property
     def blocks_free(self) -> int:
-        """Blocks without a holder, cached or not."""
+        """Number of blocks without a holder, cached or not."""
         return self._blank_blocks + self._cached_blocks
 
     @property
     def blocks_used(self) -> int:
-        """Distinct blocks with a holder."""
+        """Number of distinct blocks with a holder."""
         return self.blocks_usable - self._blank_blocks - self._cached_blocks
 
     @property
     def usage(self) -> float:
-        """`vllm:kv_cache_usage_perc`: the held share, 0 to 1; a warm idle cache reads 0."""
+        """Used share from 0 to 1 (`vllm:kv_cache_usage_perc`). A warm idle cache has 0."""
         return self.blocks_used / self.blocks_usable
 
     def match(self, keys: Sequence[int], ends: Sequence[int], blocks_max: int) -> tuple[int, int]:
-        """The longest cached head, at most `blocks_max` blocks, and how many of them are free.
+        """Return the length of the longest cached head, up to `blocks_max` blocks, and how many of
+        them are free.
 
-        The chain has as many blocks, or more.
+        The chain must have at least `blocks_max` blocks.
         """
         position = piece = free = 0
         while position < blocks_max:
@@ -150,7 +156,7 @@ class BlockPool:
         return position, free
 
     def hold(self, keys: Sequence[int], ends: Sequence[int], blocks: int) -> Holding:
-        """A holding of the first `blocks` blocks, all of which `match` has found."""
+        """Return a holding of the first `blocks` blocks, which `match` must have found."""
         holding = Holding()
         self._holdings[holding] = None
         position = piece = 0
@@ -174,9 +180,9 @@ class BlockPool:
         return holding
 
     def take(self, count: int) -> None:
-        """Take the next `count` free blocks for holdings; what they held is forgotten.
+        """Take the next `count` free blocks for holdings, and forget their content.
 
-        The caller counts them as `open_blocks` of the holdings.
+        The caller adds them to `open_blocks` of the holdings.
         """
         blank, cached = self._blank_blocks, self._cached_blocks
         if count <= blank:
@@ -194,7 +200,7 @@ class BlockPool:
             if watcher is not None:
                 watcher.forgotten(run.keys, run.ends, run.start, run.end)
             run = run.after
-            # Two runs that are gone must not keep each other alive.
+            # Two dropped runs must not keep each other in memory.
             run.before = self._order
         if count:
             run.end -= count
@@ -211,7 +217,9 @@ class BlockPool:
     def register(
         self, holding: Holding, keys: Sequence[int], ends: Sequence[int], upto: int
     ) -> None:
-        """From now on the holding's blocks before `upto` can be hit: they are scheduled."""
+        """Make the holding's blocks before `upto` available for hits, because they are
+        scheduled.
+        """
         position = holding.registered_blocks
         if position >= upto:
             return
@@ -244,12 +252,11 @@ class BlockPool:
             self.watcher.stored(keys, ends, position, upto)
 
     def extend(self, holding: Holding, keys: Sequence[int], ends: Sequence[int], upto: int) -> bool:
-        """`register`, if the blocks only make the holding's last run longer and nobody else has any
-        under the last key of that run, nor under those that follow; False, and nothing changed,
-        otherwise.
+        """Register blocks if they only extend the last run of the holding, and no other run has
+        blocks of its last key or of the keys that follow. Return False without a change otherwise.
 
-        What other holdings register meanwhile makes no difference then: whoever comes to the same
-        place of the chain comes later.
+        The registrations of other holdings meanwhile make no difference then, because they reach
+        the same place of the chain later.
         """
         run = holding.runs[-1] if holding.runs else None
         if (
@@ -275,7 +282,7 @@ class BlockPool:
         return True
 
     def release(self, holding: Holding) -> None:
-        """Let all blocks of a holding go, last block first."""
+        """Release all blocks of a holding, the last block first."""
         self._blank_blocks += holding.open_blocks
         last = self._order.before
         for run in reversed(holding.runs):
@@ -294,7 +301,7 @@ class BlockPool:
         holding.registered_blocks = holding.open_blocks = 0
 
     def clear(self) -> bool:
-        """Forget all that is cached; False, and nothing changed, while anybody holds blocks."""
+        """Forget all cached blocks; return False without a change while any block is held."""
         if self._holdings:
             return False
         self._runs.clear()
@@ -305,14 +312,16 @@ class BlockPool:
         return True
 
     def free_runs(self) -> Iterator[Run]:
-        """What is cached and without a holder, next to be evicted first."""
+        """Yield cached runs without a holder in the order of eviction."""
         run = self._order.after
         while run is not self._order:
             yield run
             run = run.after
 
     def check(self) -> None:
-        """AssertionError if a block is lost or used twice: every count told in two ways."""
+        """Raise AssertionError if a block is lost or used twice; every count is computed in two
+        ways.
+        """
         free = 0
         for run in self.free_runs():
             assert not run.holders, "a free run has no holder"
@@ -342,15 +351,15 @@ class BlockPool:
     def _oldest(
         self, keys: Sequence[int], ends: Sequence[int], piece: int, position: int, upto: int
     ) -> tuple[Run | None, int, int]:
-        """The oldest run that has block `position` of the chain, in its piece `piece`, up to where,
-        at most `upto`, it is the oldest, and the piece of the block after that.
+        """Return the oldest run with block `position` of the chain in its piece `piece`, the end up
+        to which it is the oldest (at most `upto`), and the piece of the block after that.
         """
         found: Run | None = None
         while position < upto:
             end = ends[piece]
             stop = min(end, upto)
             for run in self._runs.get(keys[piece], ()):
-                # Its own chain may have fewer blocks of this key, and more behind them.
+                # Its own chain may have fewer blocks of this key, with other keys behind them.
                 run_end = min(run.end, run.ends[piece])
                 if run.start > position:
                     stop = min(stop, run.start)
@@ -369,7 +378,9 @@ class BlockPool:
         return found, position, piece
 
     def _have_others(self, run: Run, upto: int) -> bool:
-        """Whether other runs have blocks of the last key of `run`, from its end and before `upto`."""
+        """Return whether other runs have blocks of the last key of `run`, from its end and before
+        `upto`.
+        """
         piece = run.last
         runs = self._runs[run.keys[piece]]
         return len(runs) > 1 and any(
@@ -379,7 +390,7 @@ class BlockPool:
         )
 
     def _forget(self, run: Run, first: int) -> None:
-        """`run` has no blocks of the keys from piece `first` on any more."""
+        """Remove `run` from the keys from piece `first` on."""
         known = self._runs
         for key in run.keys[first : run.last + 1]:
             runs = known[key]
@@ -389,7 +400,7 @@ class BlockPool:
                 known[key] = tuple(other for other in runs if other is not run)
 
     def _split(self, run: Run, place: int) -> Run:
-        """Cut `run` before block `place`: it keeps the head, the tail is returned."""
+        """Cut `run` before block `place`: `run` keeps the head, and the tail is returned."""
         keys, ends = run.keys, run.ends
         piece = bisect_right(ends, place, run.first)
         tail = Run(keys, ends, place, run.end, piece, run.last, run.holders)

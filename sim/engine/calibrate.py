@@ -1,11 +1,11 @@
-"""`sim calibrate`: a profile of one's own from a few measured points.
+"""`sim calibrate`: a profile for your own hardware from a few measured points.
 
-Measured are, on an idle pod, the TTFT of single requests without any cached prefix, by their prompt
-length, and the inter-token latency of batches, by the number of requests and their context. The
-points are a TOML file, say points.toml:
+Measure two things on an idle pod. One is the TTFT of single requests without any cached prefix, by
+prompt length. The other is the inter-token latency of batches, by the number of requests and their
+context length. The points are a TOML file, say points.toml:
 
     name = "my-card"                      # of the profile
-    like = "llama-3.1-8b-h100-tp1"        # what the points do not tell is taken from here
+    like = "llama-3.1-8b-h100-tp1"        # source of all values that are not fitted
     ttft = [
       { prompt_tokens = 128, seconds = 0.021 },
       { prompt_tokens = 1024, seconds = 0.046 },
@@ -17,21 +17,22 @@ points are a TOML file, say points.toml:
       { requests = 32, context_tokens = 1024, seconds = 0.0101 },
       { requests = 128, context_tokens = 1024, seconds = 0.0148 },
     ]
-    [profile]                             # fields of the profile that are known, if any
+    [profile]                             # known fields of the profile, if any
     kv_tokens = 120_000
 
-From these points, and with the profile that comes of them:
+Fit the profile to these points, and use it:
 
     sim calibrate points.toml --out my-card.toml
     sim replay TRACE --profile my-card.toml
 
-Five constants are fitted, none below zero, by least squares of the relative errors: `weight_read_s`,
-`linear_s_per_token`, `decode_s_per_context_token`, `pair_s` and `frontend_s`. The time of the linear
-layers is the greater of two lines, so the fit is repeated until each point stays on its line.
+The command fits five constants, none below zero, by least squares of the relative errors:
+`weight_read_s`, `linear_s_per_token`, `decode_s_per_context_token`, `pair_s` and `frontend_s`. The
+time of the linear layers is the greater of two lines, so the fit is repeated until each point stays
+on its line.
 
-`like` may name the file of an estimated profile (`sim profile estimate`). Then one point is enough: the
-fit begins at the estimate and moves away from it as far as the points ask for, weighed by how far the
-estimate may be off, and the profile says how far it may be off still.
+`like` may name the file of an estimated profile (`sim profile estimate`). Then one point is enough.
+The fit starts from the estimate and moves towards the points, weighted by the error of the
+estimate. The resulting profile states its remaining error.
 """
 
 import argparse
@@ -68,24 +69,25 @@ FITTED: Final = (
     "frontend_s",
 )
 LENGTHS_MIN: Final = 3
-"""Different prompt lengths: base, slope and bend."""
+"""Minimum number of distinct prompt lengths, for base, slope and bend."""
 BATCHES_MIN: Final = 2
-"""Different decode contexts: base and slope."""
+"""Minimum number of distinct decode contexts, for base and slope."""
 NOISE: Final = 0.05
-"""How far a measured point may be off by itself, as a share: an assumption."""
+"""Assumed error of a measured point, as a share."""
 _ROUNDS_MAX: Final = 20
 _STEP: Final = 1e-4
 _UNITS: Final = dict(zip(FITTED, (1e-2, 1e-5, 1e-7, 1e-9, 1e-2), strict=True))
-"""Where the profile to begin with has none."""
+"""Units of the fitted constants, for constants that are 0 in the initial profile."""
 
 _Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=10_000_000)]
 _Measured: TypeAlias = Annotated[float, Meta(ge=1e-6, le=3_600.0)]
-"""Seconds: neither a microsecond nor an hour is a step of an engine, and no range holds nan."""
+"""Measured seconds. An engine's step is longer than a microsecond and shorter than an hour; the
+range excludes nan."""
 _Floats = npt.NDArray[np.float64]
 
 
 class TtftPoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One measured first token."""
+    """One measured time to first token."""
 
     prompt_tokens: _Tokens
     seconds: _Measured
@@ -100,7 +102,7 @@ class ItlPoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Points(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was measured, and what is known besides."""
+    """The measured points, and the known fields of the profile."""
 
     name: str
     ttft: list[TtftPoint] = []
@@ -110,17 +112,17 @@ class Points(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def enough_ttft(self) -> bool:
-        """Whether prompts of enough lengths were measured."""
+        """True if prompts of enough lengths were measured."""
         return len({point.prompt_tokens for point in self.ttft}) >= LENGTHS_MIN
 
     @property
     def enough_itl(self) -> bool:
-        """Whether enough different batches were measured."""
+        """True if enough different batches were measured."""
         return len({point.requests * point.context_tokens for point in self.itl}) >= BATCHES_MIN
 
 
 class Residual(Struct, frozen=True, kw_only=True):
-    """A point and what the fitted profile says of it."""
+    """A point, and the time that the fitted profile gives for it."""
 
     what: str
     measured_s: Seconds
@@ -135,20 +137,27 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the subcommand to those of `sim`."""
     parser = commands.add_parser(
         "calibrate",
-        help="a profile of your own from a few measured points",
+        help="create a profile from a few measured points",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("points", type=Path, metavar="POINTS.toml", help="as above")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="write the profile there (default: stdout)"
+        "points", type=Path, metavar="POINTS.toml", help="file with the measured points, as above"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="file to write the profile to (default: standard output)",
     )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command: 0 done, 1 the profile cannot be written, 2 the points are no good."""
+    """Run the command; return 0 on success, 1 if the profile cannot be written, 2 if the points are
+    invalid.
+    """
     try:
         points = points_in(options.points)
         profile, residuals = calibrate(points)
@@ -158,7 +167,7 @@ def run(options: argparse.Namespace) -> int:
     worst = max(abs(residual.error) for residual in residuals)
     comments = dict.fromkeys(FITTED, f"fitted to {options.points.name}")
     if profile.estimated is not None:
-        comments["estimated"] = "what the points have left of it"
+        comments["estimated"] = "remaining error of the estimate"
     text = f"# Worst residual of {len(residuals)} points: {worst:.1%}.\n"
     text += profile_as_toml(profile, comments)
     _print_residuals(residuals, estimated=profile.estimated is not None)
@@ -170,7 +179,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def points_in(path: Path) -> Points:
-    """The points of a file. Raises ProfileError."""
+    """Return the points in a file. Raises ProfileError."""
     try:
         return msgspec.convert(toml_in(path), Points)
     except msgspec.ValidationError as problem:
@@ -178,7 +187,7 @@ def points_in(path: Path) -> Points:
 
 
 def calibrate(points: Points) -> tuple[Profile, list[Residual]]:
-    """The fitted profile and how far it is from each point. Raises ProfileError."""
+    """Return the fitted profile and its residual at each point. Raises ProfileError."""
     base = find_profile(points.like)
     if base.estimated is None:
         profile = _fitted(points, base)
@@ -199,7 +208,7 @@ def calibrate(points: Points) -> tuple[Profile, list[Residual]]:
 
 
 def _fitted(points: Points, base: Profile) -> Profile:
-    """The profile whose constants the points give. Raises ProfileError."""
+    """Return the profile with the constants that fit the points. Raises ProfileError."""
     if not points.enough_ttft:
         raise ProfileError(
             f"{points.name}: ttft: expected at least {LENGTHS_MIN} different prompt lengths, or an "
@@ -210,10 +219,10 @@ def _fitted(points: Points, base: Profile) -> Profile:
             f"{points.name}: itl: expected at least {BATCHES_MIN} different decode contexts, or an "
             "estimated profile as `like`."
         )
-    # The line behind a table's last point is all that is kept of the table.
+    # Only the line beyond a table's last point is kept from the table.
     profile = _with_known(points, base, {"linear_tokens": (), "linear_s": (), "linear_base_s": 0.0})
     measured = _measured(points)
-    # In units of where the fit begins: the constants are of very different sizes.
+    # The unknowns are multiples of the initial values, because the constants differ widely in size.
     units = np.array([getattr(profile, field) or _UNITS[field] for field in FITTED])
 
     def with_constants(at: _Floats) -> Profile:
@@ -228,11 +237,11 @@ def _fitted(points: Points, base: Profile) -> Profile:
 
 
 def _moved(points: Points, base: Profile, error: EstimateError) -> Profile:
-    """An estimated profile, moved towards the points. Raises ProfileError.
+    """Return an estimated profile, moved towards the points. Raises ProfileError.
 
-    Least squares of the relative errors in units of `NOISE`, and of the logarithm of the factor on each
-    constant in units of half of what the estimate may be off: of normal errors, 95 % are within twice
-    that unit.
+    It minimises the squares of two kinds of errors. The relative errors are in units of `NOISE`.
+    The logarithm of the factor on each constant is in units of half the estimate's error, because
+    95 % of normal errors are within two of these units.
     """
     if not (points.ttft or points.itl):
         raise ProfileError(f"{points.name}: expected at least one point, of ttft or itl.")
@@ -275,7 +284,9 @@ def _moved(points: Points, base: Profile, error: EstimateError) -> Profile:
 
 
 def _between(few: float, many: float, tokens: int) -> float:
-    """The factor at so many tokens: `few` up to 64, `many` from 1,024 on, between them by logarithm."""
+    """Return the factor at `tokens`: `few` up to 64, `many` from 1,024 on, interpolated by the
+    logarithm.
+    """
     share = min(1.0, max(0.0, math.log(tokens / 64) / math.log(1024 / 64)))
     return float(few ** (1.0 - share) * many**share)
 
@@ -283,7 +294,9 @@ def _between(few: float, many: float, tokens: int) -> float:
 def _error_left(
     points: Points, error: EstimateError, residuals: Sequence[Residual]
 ) -> EstimateError:
-    """How far the profile may be off still: as far as enough points are, never less than `NOISE`."""
+    """Return the remaining error of the profile: the largest residual if there are enough points,
+    and at least `NOISE`.
+    """
     count = len(points.ttft)
     ttft = max([NOISE, *(abs(one.error) for one in residuals[:count])])
     itl = max([NOISE, *(abs(one.error) for one in residuals[count:])])
@@ -295,7 +308,7 @@ def _error_left(
 
 
 def _with_known(points: Points, base: Profile, changed: dict[str, Any]) -> Profile:
-    """The profile to begin with, with the fields that are known. Raises ProfileError."""
+    """Return the initial profile with the known fields. Raises ProfileError."""
     fields = {**msgspec.to_builtins(base), **changed, **points.profile, "name": points.name}
     try:
         return msgspec.convert(fields, Profile)
@@ -304,12 +317,12 @@ def _with_known(points: Points, base: Profile, changed: dict[str, Any]) -> Profi
 
 
 def _checked(points: Points, fit: Callable[[], Profile]) -> Profile:
-    """What `fit` finds, if it can be read back: else it is no profile. Raises ProfileError."""
+    """Return the result of `fit` if it is a valid profile. Raises ProfileError."""
     try:
         profile = fit()
         msgspec.convert(msgspec.to_builtins(profile), Profile)
     except ValueError as problem:
-        place = f"{points.name}: the points are those of no engine"
+        place = f"{points.name}: the points do not fit any engine"
         raise ProfileError(f"{misfit(place, problem, Profile)}.") from problem
     return profile
 
@@ -319,7 +332,9 @@ def _measured(points: Points) -> _Floats:
 
 
 def _least_squares(errors: Callable[[_Floats], _Floats]) -> _Floats:
-    """The constants, in their units, with the least squares of `errors`: lines between its bends."""
+    """Return the constants, in their units, with the least squares of the piecewise linear
+    `errors`.
+    """
     at = np.ones(len(FITTED))
     for _ in range(_ROUNDS_MAX):
         here, before = errors(at), at
@@ -331,7 +346,7 @@ def _least_squares(errors: Callable[[_Floats], _Floats]) -> _Floats:
 
 
 def _predicted(points: Points, profile: Profile) -> _Floats:
-    """What the profile says of each point, as the engine would step through it."""
+    """Return the time that the profile gives for each point, computed in the engine's steps."""
     seconds: list[Seconds] = []
     for measured in points.ttft:
         total, done = profile.frontend_delay_s(measured.prompt_tokens), 0
@@ -356,6 +371,6 @@ def _print_residuals(residuals: Sequence[Residual], *, estimated: bool) -> None:
         )
     if len(residuals) <= len(FITTED) and not estimated:
         sys.stderr.write(
-            f"{len(residuals)} points for {len(FITTED)} constants: the residuals say nothing of "
+            f"{len(residuals)} points for {len(FITTED)} constants: the residuals do not show "
             "how good the fit is.\n"
         )

@@ -1,30 +1,30 @@
-"""One vLLM V1 engine, sans-IO: requests and `now` go in, steps come out.
+"""One vLLM V1 engine without I/O: requests and `now` go in, steps come out.
 
 A pass is what vLLM's scheduler does once for each forward pass (`v1/core/sched/scheduler.py`):
 
-1. Running requests get their next tokens inside the token budget: a chunk of prompt, or one token.
-   One that finds no block preempts the youngest running request, which gives up its blocks, is to
-   be computed anew and goes to the head of the queue.
-2. Unless something was preempted, waiting requests are admitted in order while the budget, the
-   number of sequences, the blocks for the *whole* prompt and the adapter slots allow. Each takes
-   the longest cached head of at most `tokens - 1`. One that only lacks an adapter slot is passed
-   over; the others behind it are not.
-3. Full blocks are registered as they are scheduled, those of generated tokens too.
+1. Running requests get their next tokens within the token budget: a chunk of prompt, or one
+   token. A request without a free block preempts the youngest running request. That one gives up
+   its blocks, must be computed again, and goes to the head of the queue.
+2. Unless a request was preempted, waiting requests are admitted in order. Each must fit into the
+   budget, the number of sequences, the blocks for its *whole* prompt, and the adapter slots. It
+   takes the longest cached head of at most `tokens - 1`. A request that only lacks an adapter
+   slot is passed over; a request that lacks something else blocks all behind it.
+3. Full blocks are registered as they are scheduled, including those of generated tokens.
 4. Each request computed up to its last known token gets one token at the end of the pass.
 
-The engine knows no text: a request brings the chained hashes of its prompt *and* its answer.
-With a `PromptCache` it asks that too, or only that, what of a prompt need not be computed.
+The engine knows no text: a request brings the chained hashes of its prompt *and* its answer. With a
+`PromptCache`, the engine also asks the cache which part of a prompt need not be computed.
 
-Two ways to drive it. `step(now)` does one pass; the state is then that at its end, `Step.ends_at`,
-and the next pass starts no earlier. `begin(now)` and `end()` do as many passes as must follow each
-other whatever comes from outside: while all running requests decode, nobody can be admitted and
-none is done, the passes are one step, and cost about as much as one. `submit` and `cut` shorten
-such a step to the pass in progress: look at `ends_at` again after them. Both ways give the same
-times (up to rounding), hits, evictions and preemptions.
+The engine can be driven in two ways. `step(now)` does one pass; the state is then that at its end,
+`Step.ends_at`, and the next pass starts no earlier. `begin(now)` and `end()` do as many passes as
+must follow each other regardless of events from outside. While all running requests decode, none
+can be admitted and none ends, so these passes are one step, which costs about as much as one pass.
+`submit` and `cut` shorten such a step to the pass in progress, so read `ends_at` again after them.
+Both ways give the same times (up to rounding), hits, evictions and preemptions.
 
-Requests in decode move in lockstep, one token a pass. So what a pass does to them is one count,
-`_passes_done`; what falls due at a certain pass (a new block, a full block, the last token) is
-found by it.
+Decoding requests move in lockstep, one token per pass. Therefore one count, `_passes_done`,
+describes the progress of all of them. It determines when a new block, a full block or the last
+token is due.
 """
 
 from collections import deque
@@ -45,22 +45,24 @@ from sim.engine.request import EngineRequest
 
 _IN_ORDER = attrgetter("admission")
 _ROUNDING: Final = 1e-6
-"""So close to a whole number of passes it is summed up whether they have ended."""
+"""Distance to a whole number of passes within which the engine decides by exact sums whether they
+have ended."""
 
 
 class EngineSettings(Struct, frozen=True, kw_only=True):
-    """What `vllm serve` is started with."""
+    """The flags of `vllm serve`."""
 
     blocks_total: int
-    """`num_gpu_blocks`, of which one is reserved: at least 2, or ValueError."""
+    """`num_gpu_blocks`, at least 2, of which one is reserved. Raises ValueError."""
     block_size_tokens: int = 16
     max_num_seqs: int = 1024
     max_num_batched_tokens: int = 8192
-    """At least `max_num_seqs`, as vLLM demands it, or ValueError."""
+    """Token budget of a pass. It must be at least `max_num_seqs`, as in vLLM. Raises ValueError."""
     max_loras: int = 0
-    """Adapter slots; 0: LoRA is off."""
+    """Number of adapter slots; 0 disables LoRA."""
     chunked_prefill: bool = True
-    """False: a prompt is computed in one pass, and waits, as all behind it, for one with room."""
+    """False if a prompt is computed in one pass. It then waits, with all behind it, for a pass with
+    room."""
 
     def __post_init__(self) -> None:
         if self.blocks_total < 2:
@@ -73,44 +75,46 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def kv_tokens(self) -> int:
-        """What the usable blocks hold."""
+        """Tokens that fit into the usable blocks."""
         return (self.blocks_total - 1) * self.block_size_tokens
 
     @property
     def request_tokens_max(self) -> int:
-        """Prompt and answer of one request: preempted, all of it is a prompt."""
+        """Maximum tokens of prompt and answer of a request. After a preemption all of them are a
+        prompt.
+        """
         if self.chunked_prefill:
             return self.kv_tokens
         return min(self.kv_tokens, self.max_num_batched_tokens)
 
 
 class EngineSnapshot(Struct, frozen=True, kw_only=True):
-    """What the metrics page says of the engine at the end of a step."""
+    """The state of the engine at the end of a step, as its metrics page shows it."""
 
     running: int
     waiting: int
     deferred: int
-    """Of `waiting`: those that only lack an adapter slot."""
+    """Number of requests in `waiting` that only lack an adapter slot."""
     kv_cache_usage: float
     adapters: tuple[str, ...]
-    """Adapters with a running or waiting request, in order of their name."""
+    """Adapters with a running or waiting request, sorted by name."""
     preemptions: int
-    """Since the engine started."""
+    """Number of preemptions since the engine started."""
 
 
 class Step(Struct, kw_only=True):
-    """One pass of the scheduler and the forward pass that it set off, or many alike."""
+    """One scheduler pass with its forward pass, or many passes alike."""
 
     started_at: Seconds
     duration_s: Seconds
     passes: int
     work: StepWork
-    """Of the first pass."""
+    """Work of the first pass."""
     admitted: list[EngineRequest]
-    """Admitted for the first time, `cached_tokens` set."""
+    """Requests admitted for the first time, with `cached_tokens` set."""
     outputs: list[EngineRequest]
-    """Each has one token more at `ends_at`; the finished ones have left the engine. From `end` only
-    those with their first token since they were admitted, or their last."""
+    """Requests that have one token more at `ends_at`; finished ones have left the engine. `end`
+    lists only requests with their first token since admission, or their last token."""
 
     @property
     def ends_at(self) -> Seconds:
@@ -118,7 +122,7 @@ class Step(Struct, kw_only=True):
 
 
 class _Pending(Struct):
-    """A step that has begun. Pass j of it, from 0, takes `first_s + j * growth_s`."""
+    """A step that has begun. Its pass j, counted from 0, takes `first_s + j * growth_s`."""
 
     started_at: Seconds
     work: StepWork
@@ -129,11 +133,11 @@ class _Pending(Struct):
     passes: int = 1
 
     def until_pass_s(self, number: int) -> Seconds:
-        """From the start of the step to that of pass `number`."""
+        """Return the time from the start of the step to that of pass `number`."""
         return number * self.first_s + self.growth_s * (number * (number - 1) // 2)
 
     def passes_begun(self, elapsed_s: Seconds) -> int:
-        """How many passes start in less than `elapsed_s`: at least one, no more than there are."""
+        """Return how many passes start in less than `elapsed_s`: from 1 to the number of passes."""
         if self.passes == 1 or elapsed_s <= self.first_s:
             return 1
         growth = self.growth_s / 2
@@ -151,12 +155,12 @@ class _Pending(Struct):
 
 
 class Engine:
-    """Queues, blocks and adapter slots of one engine."""
+    """The queues, blocks and adapter slots of one engine."""
 
     def __init__(
         self, settings: EngineSettings, profile: Profile, cache: PromptCache | None = None
     ) -> None:
-        """`cache`: None is vLLM's, the blocks of the pool."""
+        """Create an empty engine; `cache` is None for vLLM's cache, the blocks of the pool."""
         self.settings = settings
         self.profile = profile
         self._pass_s: Callable[[StepWork], Seconds] = profile.step_s
@@ -164,54 +168,58 @@ class Engine:
         blocks_total = settings.blocks_total
         self.pool = BlockPool(blocks_total) if cache is None else cache.pool(blocks_total)
         self.running: dict[EngineRequest, None] = {}
-        """Oldest admission first."""
+        """Running requests, the oldest admission first."""
         self.waiting: deque[EngineRequest] = deque()
         self.preemptions = 0
         self.first_tokens = 0
-        """Requests that have had theirs."""
+        """Number of requests that have had their first token."""
         self.answers = 0
-        """Requests that are answered, and"""
+        """Number of answered requests."""
         self.answer_tokens = 0
-        """what they were answered with."""
+        """Output tokens of these requests."""
         self.slowness = 1.0
-        """Steps that begin from now on take this many times as long."""
+        """Factor on the duration of steps that begin from now on."""
         self.pass_by_pass = False
-        """`begin` begins steps of one pass, so that what a pass stores is known when it ends."""
+        """True if `begin` begins steps of one pass, so that the blocks stored in a pass are known
+        at its end."""
         self._pending: _Pending | None = None
         self._aborted: list[EngineRequest] = []
-        """While a step is pending."""
+        """Requests aborted during the pending step."""
         self._deferred = 0
         self._resident: dict[str, None] = {}
-        """Adapters in slots, least recently used first."""
+        """Adapters in slots, the least recently used first."""
         self._adapters_running: dict[str, int] = {}
         self._admissions = 0
         self._ended_at: Seconds = 0.0
-        """The end of the last pass."""
+        """End of the last pass."""
         self._saved_at: Seconds = 0.0
-        """When the cache has saved what it was given last: no pass computes before."""
+        """Time when the cache has finished saving. No pass computes before it."""
         self._partial: EngineRequest | None = None
-        """The running request whose prompt is not computed yet: the youngest. All others decode."""
+        """Running request whose prompt is not completely computed: the youngest one. All others
+        decode."""
         self._blocked_on: int | None = None
-        """The first key that the cache lacks of the request for which there are too few blocks, or for
-        whose whole prompt a pass has too little room."""
+        """First uncached key of the request that blocks the queue, because blocks or room in a pass
+        are missing. None if no request does."""
         self._passes_done = 0
         self._context_tokens = 0
-        """Known tokens of all that decode."""
+        """Known tokens of all decoding requests."""
         self._due: list[tuple[int, int, EngineRequest]] = []
-        """(pass after which it is done, admission, request); void if that is not its `due`."""
+        """Heap of (pass after which the request ends, admission, request). An entry is void if it
+        differs from the request's `due`."""
         self._longest: list[tuple[int, int, EngineRequest]] = []
-        """(minus `lead`, admission, request), void likewise; kept if the profile has a skew."""
+        """Heap of (minus `lead`, admission, request), with void entries as above. It is used only
+        if the profile has a skew."""
         self._phases: list[dict[EngineRequest, None]] = [
             {} for _ in range(settings.block_size_tokens)
         ]
-        """Those that decode by `lead` modulo the block size: when their blocks end."""
+        """Decoding requests by `lead` modulo the block size, which tells when their blocks end."""
         self._taken: list[int] | None = None
-        """Blocks that the passes after the first of the pending step take, by how many these are,
-        once somebody has asked."""
+        """Blocks taken by the passes after the first of the pending step, by the number of these
+        passes. None until they are needed."""
 
     @property
     def ends_at(self) -> Seconds | None:
-        """When the step that has begun ends; None: none has."""
+        """End of the running step, or None if no step is running."""
         pending = self._pending
         if pending is None:
             return None
@@ -219,21 +227,21 @@ class Engine:
 
     @property
     def passes(self) -> int:
-        """Of the step that has begun; 0: none has."""
+        """Number of passes of the running step; 0 if no step is running."""
         return self._pending.passes if self._pending else 0
 
     @property
     def tokens_begun(self) -> int:
-        """What the first pass of the step that has begun computes; 0: none has."""
+        """Tokens computed in the first pass of the running step; 0 if no step is running."""
         return self._pending.work.tokens if self._pending else 0
 
     @property
     def leaving(self) -> set[str]:
-        """Who was aborted in the step that has begun, and goes at its end."""
+        """Ids of requests that were aborted in the running step and leave at its end."""
         return {request.request_id for request in self._aborted}
 
     def submit(self, request: EngineRequest, now: Seconds) -> None:
-        """Queue `request`. ValueError if it can never fit; then nothing has changed."""
+        """Queue `request`. Raise ValueError if it can never fit; nothing has changed then."""
         needed = request.prompt_tokens + request.output_tokens
         if needed > self.settings.kv_tokens:
             raise ValueError(
@@ -242,8 +250,8 @@ class Engine:
             )
         if needed > self.settings.request_tokens_max:
             raise ValueError(
-                f"Request {request.request_id} has {needed} tokens, the engine computes prompts whole "
-                f"and {self.settings.max_num_batched_tokens} tokens a pass."
+                f"Request {request.request_id} has {needed} tokens, the engine computes prompts "
+                f"in one pass of at most {self.settings.max_num_batched_tokens} tokens."
             )
         if request.adapter and not self.settings.max_loras:
             raise ValueError(
@@ -257,9 +265,10 @@ class Engine:
         self.cut(now)
 
     def abort(self, request_id: str) -> bool:
-        """Forget a request and let its blocks go; False if it is not here (any more).
+        """Remove a request and release its blocks; return False if the engine does not have it.
 
-        One that runs in a step that has begun goes at its end, unless it is done then: `cut` first.
+        A request in a running step leaves at the end of the step, unless it ends by then. Call
+        `cut` first.
         """
         for request in self.running:
             if request.request_id == request_id:
@@ -277,11 +286,11 @@ class Engine:
         return False
 
     def forget_adapter(self, adapter: str) -> None:
-        """Free the slot of an adapter that was unloaded; the next use loads it again."""
+        """Free the slot of an unloaded adapter; the next use loads it again."""
         self._resident.pop(adapter, None)
 
     def step(self, now: Seconds) -> Step | None:
-        """Do one pass at `now`; None when there is nothing to do."""
+        """Do one pass at `now`; return None if there is nothing to do."""
         decoding = dict.fromkeys(self.running)
         if self._partial is not None:
             del decoding[self._partial]
@@ -293,40 +302,42 @@ class Engine:
             if request.due >= 0:
                 self._settle(request, step.ends_at, before_s)
         begun = [request for request in step.outputs if request not in decoding]
-        # Without those that were preempted.
+        # Preempted requests are left out.
         outputs = [request for request in decoding if request.due >= 0 or request.finished]
         step.outputs = outputs + begun
         return step
 
     def begin(self, now: Seconds) -> Seconds | None:
-        """Begin a step at `now`: when it ends; None when there is nothing to do."""
+        """Begin a step at `now`; return its end, or None if there is nothing to do."""
         preemptions = self.preemptions
         pending = self._begin_pass(now)
         if pending is None:
             return None
         if not pending.chunks and self._partial is None and self.preemptions == preemptions:
             if pending.work.restore_s:
-                # Only the first pass of many would wait for it.
+                # A step of many passes would include the restore time only in its first pass.
                 return self.ends_at
             if not self.pass_by_pass:
                 pending.passes = self._passes_alike()
         return self.ends_at
 
     def cut(self, now: Seconds) -> None:
-        """Let the step that has begun, if any, end with the pass in progress at `now`."""
+        """End the running step, if any, with the pass in progress at `now`."""
         pending = self._pending
         if pending is not None:
             pending.passes = pending.passes_begun(now - pending.started_at)
 
     def wait_for(self, duration_s: Seconds) -> None:
-        """The pass that has begun, a step of its own, takes so long: it waits for other engines."""
+        """Extend the running pass, which is a step of its own, to `duration_s`, because it waits
+        for other engines.
+        """
         pending = self._pending
         assert pending is not None, "a step has begun"
         assert pending.passes == 1, "others are waited for in each pass"
         pending.first_s = duration_s
 
     def end(self) -> Step:
-        """The step that has begun is over: what came out of it."""
+        """End the running step and return its result."""
         pending = self._pending
         assert pending is not None, "a step has begun"
         passes = pending.passes
@@ -358,9 +369,10 @@ class Engine:
         )
 
     def snapshot(self, now: Seconds | None = None) -> EngineSnapshot:
-        """The engine as its metrics page shows it.
+        """Return the state of the engine as its metrics page shows it.
 
-        While a step of many passes is under way: at its first pass, or at the one of `now`.
+        During a step of many passes it is the state of the first pass, or of the pass at `now` if
+        given.
         """
         adapters: tuple[str, ...] = ()
         if self.settings.max_loras:
@@ -376,7 +388,7 @@ class Engine:
         )
 
     def kv_cache_usage(self, now: Seconds | None = None) -> float:
-        """The held share of the blocks, as `snapshot` tells it."""
+        """Return the used share of the blocks, as in `snapshot`."""
         pool, pending = self.pool, self._pending
         used = pool.blocks_used
         if pending is not None and now is not None:
@@ -384,17 +396,19 @@ class Engine:
         return used / pool.blocks_usable
 
     def check(self) -> None:
-        """AssertionError if the books of blocks and requests do not agree."""
+        """Raise AssertionError if the states of blocks and requests are inconsistent."""
         self.pool.check()
         decoding = [request for request in self.running if request is not self._partial]
         if self._pending is None:
             self._check_decoding(decoding)
-        assert not any(request.holding.blocks for request in self.waiting), "who waits holds none"
+        assert not any(request.holding.blocks for request in self.waiting), (
+            "a waiting request holds no blocks"
+        )
         held = sum(request.holding.blocks for request in self.running)
         assert held == self.pool.blocks_used + self.pool.duplicate_blocks, "all holders run"
 
     def _check_decoding(self, decoding: list[EngineRequest]) -> None:
-        """Between two passes."""
+        """Check the state of decoding requests between two passes."""
         size = self.settings.block_size_tokens
         assert sum(len(phase) for phase in self._phases) == len(decoding)
         known = sum(request.lead + self._passes_done for request in decoding)
@@ -433,7 +447,9 @@ class Engine:
         return self._pending
 
     def _continue_running(self, work: StepWork, chunks: list[EngineRequest]) -> tuple[int, bool]:
-        """Next tokens for the running requests: the budget left, and whether any was preempted."""
+        """Give running requests their next tokens; return the remaining budget, and whether any was
+        preempted.
+        """
         size = self.settings.block_size_tokens
         before = self.preemptions
         takers = self._phases[(1 - self._passes_done) % size]
@@ -454,7 +470,7 @@ class Engine:
         work.sequences = decodes
         budget = self.settings.max_num_batched_tokens - decodes
         if partial is not None:
-            # There is budget left: it runs too, and no more than `max_num_seqs` do.
+            # The budget is not used up, so this request runs too, and at most `max_num_seqs` run.
             tokens = min(partial.known_tokens - partial.computed_tokens, budget)
             if self._grow(partial, tokens):
                 self._schedule(partial, tokens, work)
@@ -466,7 +482,9 @@ class Engine:
         return budget, self.preemptions > before
 
     def _take_or_preempt(self, takers: Sequence[EngineRequest]) -> None:
-        """A block for each, oldest first, while the youngest of all give way."""
+        """Take a block for each request, the oldest first, preempting the youngest if there are too
+        few.
+        """
         for request in takers:
             while request in self.running:
                 if self.pool.blocks_free:
@@ -535,7 +553,9 @@ class Engine:
         self.waiting.extendleft(reversed(passed_over))
 
     def _grow(self, request: EngineRequest, tokens: int) -> bool:
-        """Blocks for `tokens` more; False, and nothing changed, if there are too few."""
+        """Take blocks for `tokens` more tokens; return False without a change if there are
+        too few.
+        """
         size = self.settings.block_size_tokens
         missing = -(-(request.computed_tokens + tokens) // size) - request.holding.blocks
         if missing > self.pool.blocks_free:
@@ -546,7 +566,7 @@ class Engine:
         return True
 
     def _schedule(self, request: EngineRequest, tokens: int, work: StepWork) -> None:
-        """Count a chunk as computed: add it to the work, register the blocks that it fills."""
+        """Count a chunk as computed: add it to the work, and register the blocks that it fills."""
         context = request.computed_tokens
         work.tokens += tokens
         if tokens == 1 and request.generated_tokens:
@@ -564,7 +584,9 @@ class Engine:
         self.pool.register(request.holding, request.chain, request.chain_ends, full)
 
     def _occupy_slot(self, adapter: str) -> int:
-        """Make `adapter` resident; 1 if it had to be loaded, in the place of an idle one."""
+        """Make `adapter` resident; return 1 if it had to be loaded in place of an idle one,
+        else 0.
+        """
         resident = self._resident
         loaded = adapter not in resident
         resident.pop(adapter, None)
@@ -575,11 +597,11 @@ class Engine:
         return int(loaded)
 
     def _passes_alike(self) -> int:
-        """How many passes the step that has begun may have: at least one."""
+        """Return how many passes the running step may have: at least one."""
         if self._blocked_on is not None and any(
             self._blocked_on in request.chain[request.holding.piece :] for request in self.running
         ):
-            # What is about to be generated is the prefix that the head of the queue waits for.
+            # The tokens about to be generated are the prefix that the head of the queue waits for.
             return 1
         due = self._due
         while due[0][2].due != due[0][0]:
@@ -603,7 +625,7 @@ class Engine:
         return most
 
     def _blocks_for(self, passes: int) -> int:
-        """Blocks that the passes after the first take, of a step of `passes`."""
+        """Return the blocks that the passes after the first take, in a step of `passes`."""
         size = self.settings.block_size_tokens
         cycles, rest = divmod(passes - 1, size)
         if self._taken is None:
@@ -621,7 +643,7 @@ class Engine:
         for place, phase in enumerate(self._phases):
             if not phase:
                 continue
-            # The first pass, counted from the step's, in which they take a block ...
+            # The first pass, counted from the step's first one, in which they take a block ...
             taken = (1 - self._passes_done - place) % size or size
             blocks = (passes - 1 - taken) // size + 1
             alone = True
@@ -641,7 +663,7 @@ class Engine:
                     self._register_full(self._passes_done + cycle + place)
 
     def _register_full(self, passes_done: int) -> None:
-        """Register the blocks that are full with the pass after `passes_done` passes."""
+        """Register the blocks that become full in the pass after `passes_done` passes."""
         size = self.settings.block_size_tokens
         phase = self._phases[-passes_done % size]
         register = self.pool.register
@@ -670,7 +692,9 @@ class Engine:
         return finished
 
     def _give_token(self, request: EngineRequest, at: Seconds) -> None:
-        """A token for a request whose last chunk has run: it decodes from now on, or is done."""
+        """Give a token to a request whose last chunk has run: it decodes from now on, or it
+        ends.
+        """
         if self.cache is not None:
             self._save(self.cache.computed(request, at))
         request.generated_tokens += 1
@@ -686,7 +710,7 @@ class Engine:
             self._decode(request)
 
     def _decode(self, request: EngineRequest) -> None:
-        """A request gets a token each pass from now on."""
+        """Add a request to those that get a token in each pass."""
         size = self.settings.block_size_tokens
         request.lead = request.known_tokens - self._passes_done
         request.due = self._passes_done + request.output_tokens - request.generated_tokens
@@ -697,7 +721,7 @@ class Engine:
             heappush(self._longest, (-request.lead, request.admission, request))
 
     def _settle(self, request: EngineRequest, at: Seconds, before: Seconds) -> None:
-        """Tell a request that decodes how far it is: its last tokens came at `before` and `at`."""
+        """Update the fields of a decoding request, whose last tokens came at `before` and `at`."""
         known = request.lead + self._passes_done
         request.generated_tokens = known - request.prompt_tokens
         request.computed_tokens = known - 1
@@ -705,7 +729,7 @@ class Engine:
         request.token_gap_s = at - before
 
     def _leave(self, request: EngineRequest) -> None:
-        """Take a request out of the running ones; its blocks go."""
+        """Remove a request from the running ones and release its blocks."""
         del self.running[request]
         if request.finished:
             self.answers += 1
@@ -725,11 +749,11 @@ class Engine:
             self._save(self.cache.left(request, self._ended_at))
 
     def _save(self, save_s: Seconds) -> None:
-        """The cache saves for so long from the end of the last pass, or of the last saving, on."""
+        """Add a saving time, which starts at the end of the last pass or of the last saving."""
         self._saved_at = max(self._saved_at, self._ended_at) + save_s
 
     def _withdraw(self, request: EngineRequest) -> None:
-        """Let a request leave between two passes, unfinished."""
+        """Remove an unfinished request between two passes."""
         if request.due >= 0:
             self._settle(request, self._ended_at, self._ended_at - request.token_gap_s)
         self._leave(request)

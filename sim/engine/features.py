@@ -1,5 +1,5 @@
-"""What an engine is started with beyond the model: features by name, as `--engine` and scenario files
-tell them. What each was checked against is in `sim/measurement/evidence.py`.
+"""Optional features of an engine by name, as `--engine` and scenario files specify them.
+`sim/measurement/evidence.py` lists the evidence for each.
 """
 
 import argparse
@@ -20,42 +20,44 @@ RANKS_MAX: Final = 64
 
 
 class FeatureError(ValueError):
-    """A feature cannot be had: one sentence."""
+    """A feature is unknown or invalid. The message is one sentence."""
 
 
 class WholePrompts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`--no-enable-chunked-prefill`: a prompt is computed in one pass or waits for one with room."""
+    """`--no-enable-chunked-prefill`: a prompt is computed in one pass, or waits for a pass with
+    room.
+    """
 
     type_name: ClassVar[str] = "whole-prompts"
 
 
 class Speculative(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`--speculative-config`: as many tokens are drafted a pass as there are acceptances."""
+    """`--speculative-config`: the number of draft tokens per pass is that of the acceptances."""
 
     type_name: ClassVar[str] = "speculative"
 
     acceptance: Annotated[str, Meta(pattern=ACCEPTANCE_TEXT, max_length=1_000)]
-    """Of each drafted token the share of the passes that accept it and all before it, as
-    `0.7/0.45/0.3`: what vLLM counts by position. At lengths of context where it depends on them, as
+    """Acceptance of each draft token, such as `0.7/0.45/0.3`: the share of the passes that accept
+    it and all before it, as vLLM counts by position. For acceptance by context length, use
     `1024:0.7/0.45/0.3+32768:0.5/0.25/0.1`."""
     draft_s: Annotated[float, Meta(ge=0.0, le=10.0)] = DRAFT_S
-    """For each drafted token of a pass, whoever decodes."""
+    """Time for each draft token of a pass in seconds, for any number of decoding requests."""
 
     def __post_init__(self) -> None:
         self.speculation()
 
     def speculation(self) -> Speculation:
-        """The same for the engine."""
+        """Return these parameters for the engine."""
         return speculation_of(self.acceptance, self.draft_s)
 
 
 class Ranks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`--data-parallel-size`: engines behind one address, each with a cache of its own."""
+    """`--data-parallel-size`: several engines behind one address, each with its own cache."""
 
     type_name: ClassVar[str] = "ranks"
 
     count: Annotated[int, Meta(ge=2, le=RANKS_MAX)]
-    """The profile is that of one."""
+    """Number of ranks. The profile describes one rank."""
 
 
 Feature: TypeAlias = WholePrompts | Speculative | Ranks
@@ -66,7 +68,7 @@ FEATURES: Final[Mapping[str, type[Feature]]] = {
 
 
 def feature_named(text: str) -> Feature:
-    """NAME or NAME:PARAMETER=VALUE,... Raises FeatureError."""
+    """Parse NAME or NAME:PARAMETER=VALUE,... Raises FeatureError."""
     name, _, told = text.partition(":")
     feature = FEATURES.get(name)
     if feature is None:
@@ -88,18 +90,18 @@ def feature_named(text: str) -> Feature:
 
 
 def features_named(texts: Iterable[str]) -> tuple[Feature, ...]:
-    """Each at most once, in the order of `FEATURES`. Raises FeatureError."""
+    """Parse several features and return them in the order of `FEATURES`. Raises FeatureError."""
     found: dict[str, Feature] = {}
     for text in texts:
         feature = feature_named(text)
         if feature.type_name in found:
-            raise FeatureError(f"The feature {feature.type_name} is told twice; expected it once.")
+            raise FeatureError(f"The feature {feature.type_name} is given twice; expected once.")
         found[feature.type_name] = feature
     return tuple(found[name] for name in FEATURES if name in found)
 
 
 def feature_spelt(feature: Feature) -> str:
-    """What `feature_named` is told for it: what is not the default is told."""
+    """Return the text that `feature_named` parses to `feature`. Default values are left out."""
     defaults = {field.name: field.default for field in msgspec.structs.fields(feature)}
     told = [
         f"{name}={value}"
@@ -110,9 +112,9 @@ def feature_spelt(feature: Feature) -> str:
 
 
 def batched_tokens(features: Iterable[Feature], profile: Profile) -> int:
-    """`--max-num-batched-tokens` of an engine that is told none."""
+    """Return the default of `--max-num-batched-tokens` for such an engine."""
     if WholePrompts() in features:
-        # As vLLM does, or a prompt as long as the model allows would never fit.
+        # As in vLLM, a prompt of the model's maximum length must fit into one pass.
         return max(profile.max_num_batched_tokens, profile.max_model_len_tokens)
     return profile.max_num_batched_tokens
 
@@ -123,7 +125,7 @@ def open_engine(
     profile: Profile,
     cache: PromptCache | None = None,
 ) -> Engine:
-    """An engine with nothing in it, one rank where there are several."""
+    """Return a new empty engine; it is one rank if there are several."""
     for feature in features:
         if isinstance(feature, Speculative):
             return SpeculativeEngine(settings, profile, feature.speculation(), cache)
@@ -131,19 +133,19 @@ def open_engine(
 
 
 def ranks_of(features: Iterable[Feature]) -> int:
-    """Engines behind one address."""
+    """Return the number of engines behind one address."""
     return next((feature.count for feature in features if isinstance(feature, Ranks)), 1)
 
 
 def add_feature_flag(parser: "argparse._ActionsContainer") -> None:
-    """`--engine`: the texts, for `features_named` when all are there."""
+    """Add `--engine`; its texts are for `features_named`."""
     parser.add_argument(
         "--engine",
         type=_spelt_right,
         action="append",
         default=[],
         metavar="FEATURE[:PARAMETER=VALUE,...]",
-        help=f"what engines are started with besides: {', '.join(FEATURES)}; may be repeated",
+        help=f"optional engine feature: {', '.join(FEATURES)}; may be repeated",
     )
 
 

@@ -1,9 +1,9 @@
-"""Kernel timings of one card and model to a profile: nothing here looks at a run of an engine.
+"""Conversion of kernel timings of one GPU and model to a profile, without any run of an engine.
 
-The timings are CSV files as casys-kaist/LLMServingSim publishes them, in microseconds:
+The timings are CSV files in the format of casys-kaist/LLMServingSim, in microseconds:
 `kernels_dense.csv` (layer, tokens, time_us), `kernels_per_sequence.csv` (layer, sequences, time_us)
-and `kernels_attention.csv` (prefill_chunk, kv_prefill, n_decode, kv_decode, time_us), the last for
-one chunk after a context beside decoding requests of one context each.
+and `kernels_attention.csv` (prefill_chunk, kv_prefill, n_decode, kv_decode, time_us). A row of the
+last file is one chunk after a context, beside decoding requests with one context length each.
 """
 
 import csv
@@ -19,16 +19,17 @@ from sim.engine.profiles import Profile
 
 _US: Final = 1e-6
 _TWICE_A_LAYER: Final = frozenset({"layernorm"})
-"""Before attention and before the MLP."""
+"""Layers that run before attention and before the MLP."""
 _ONCE: Final = frozenset({"embedding", "final_layernorm"})
 _MUCH_READ_TOKENS: Final = 4096
-"""Decode context from which on reading it, not launching the kernel, is what takes the time."""
+"""Decode context from which the time is that of reading the context instead of launching the
+kernel."""
 
 _Floats = npt.NDArray[np.float64]
 
 
 class Card(Struct, frozen=True, kw_only=True):
-    """What timings do not tell."""
+    """Properties of a GPU and model that the timings do not contain."""
 
     name: str
     model: str
@@ -43,7 +44,7 @@ class Card(Struct, frozen=True, kw_only=True):
 
 
 class Attention(Struct, frozen=True, kw_only=True):
-    """What one layer's attention takes."""
+    """The time of one layer's attention."""
 
     decode_s: Seconds
     decode_s_per_context_token: Seconds
@@ -53,7 +54,9 @@ class Attention(Struct, frozen=True, kw_only=True):
 
 
 def profile_of_kernels(folder: Path, card: Card) -> Profile:
-    """The profile of a card by its kernel timings. OSError or ValueError if they cannot be read."""
+    """Return the profile of a GPU from its kernel timings. Raise OSError or ValueError if they are
+    unreadable.
+    """
     tokens, linear_s = _linear_table(folder / "kernels_dense.csv", card.layers)
     head = _rows(folder / "kernels_per_sequence.csv", ("layer",))
     sequences, head_us = _sum_by(head, "sequences", {})
@@ -84,11 +87,13 @@ def profile_of_kernels(folder: Path, card: Card) -> Profile:
 
 
 def fit_attention(file: Path) -> Attention:
-    """Least squares of relative errors, each part on the rows that show it alone.
+    """Fit the attention times by least squares of relative errors, each part on rows that show it
+    alone.
 
-    Decode: rows without a chunk. Chunk: rows without decodes. The skew of a batch of unequal queries
-    (the factor of decodes beside a chunk): what is left of the mixed rows that read much. Unequal
-    contexts among the decodes are in no row, so `Profile.skew` stays 0.
+    Decode uses rows without a chunk, and a chunk uses rows without decodes. The factor of decodes
+    beside a chunk is fitted to the rest of the mixed rows with much context, because a batch of
+    unequal queries is skewed. No row has unequal contexts among its decodes, so `Profile.skew`
+    stays 0.
     """
     rows = _rows(file, ())
     chunk, before, count, context, time = (
@@ -114,7 +119,7 @@ def fit_attention(file: Path) -> Attention:
 
 
 def _linear_table(file: Path, layers: int) -> tuple[_Floats, _Floats]:
-    """Tokens and seconds of all layers but attention, head and sampler."""
+    """Return tokens, and seconds of all layers except attention, head and sampler."""
     rows = _rows(file, ("layer",))
     weights = {
         row["layer"]: 1.0
@@ -145,7 +150,7 @@ def _rows(file: Path, text: tuple[str, ...]) -> list[dict[str, str]]:
 def _sum_by(
     rows: list[dict[str, str]], name: str, weights: dict[str, float]
 ) -> tuple[_Floats, _Floats]:
-    """The different values of `name`, ascending, and the weighted times of each, summed up."""
+    """Return the distinct values of `name`, ascending, and the weighted sum of times at each."""
     sums: dict[float, float] = {}
     for row in rows:
         at = float(row[name])
@@ -155,11 +160,13 @@ def _sum_by(
 
 
 def _line(x: _Floats, y: _Floats) -> tuple[float, float]:
-    """Base and slope with the least squares of the relative error: steps are of all sizes."""
+    """Return base and slope with the least squares of the relative error, because times differ
+    widely.
+    """
     slope, base = np.polyfit(x, y, 1, w=1 / y)
     return float(base), float(slope)
 
 
 def _through_origin(x: _Floats, y: _Floats, scale: _Floats) -> float:
-    """The factor with the least squares of the error as a share of `scale`."""
+    """Return the factor with the least squares of the error as a share of `scale`."""
     return float((x / scale) @ (y / scale) / ((x / scale) @ (x / scale)))

@@ -1,4 +1,4 @@
-"""Least squares with bounds, for the few unknowns of a profile."""
+"""Bounded least squares for the few unknowns of a profile."""
 
 from itertools import product
 
@@ -9,10 +9,10 @@ _Floats = npt.NDArray[np.float64]
 
 
 def bounded_least_squares(matrix: _Floats, wanted: _Floats, limits: _Floats) -> _Floats:
-    """The x with the least squares of `matrix @ x - wanted` where 0 <= x <= limits.
+    """Return the x with 0 <= x <= limits that minimises the squares of `matrix @ x - wanted`.
 
-    `limits` may be inf. Every choice of free unknowns is tried, the others at either limit: exact,
-    and 3**n small solutions, so n is to be small.
+    `limits` may be inf. The function tries every choice of free unknowns, with all others at a
+    limit. The result is exact and takes 3**n small solutions, so n must be small.
     """
     best, least = np.zeros(len(limits)), np.inf
     choices = [

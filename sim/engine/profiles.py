@@ -1,4 +1,5 @@
-"""How long one step of a vLLM engine takes: constants for each model, GPU and degree.
+"""The duration of one step of a vLLM engine: constants for each model, GPU and tensor-parallel
+degree.
 
     m = tokens computed in the step: prompt chunks and one for each decoding request
     t = linear(m) * adapter factor                             linear layers
@@ -7,22 +8,24 @@
       + [chunks]  chunk + pair * sum(n*c + n*n/2)              chunk of n tokens after c tokens
       + expert(tokens of all ranks)                            mixtures of experts with a curve only
       + head + head_per_sequence * sequences + host + loading of adapters + restoring of caches
-    linear(m) is read from a table of kernel times where there is one, with straight lines between
-    its points, else max(weight_read, linear_base + linear_per_token * m).
-    C counts tokens that several decoding requests share once in full and `shared_context_factor`
-    of each further copy. It grows by `skew` of what it falls short of (decodes * longest context):
-    some attention kernels wait for the longest. `mixed_decode_factor` multiplies
-    decode_per_context_token * C in steps that also compute chunks: kernels for both at once are
-    slower at decoding on some GPUs.
 
-The built-in profiles are in `profiles.toml`, each constant with its source; a user's own are TOML
-too, one table a profile, named as they are used; `like` names another to begin with. See
-`profiles_in`.
+`linear(m)` is interpolated linearly in a table of kernel times if the profile has one. Otherwise it
+is max(weight_read, linear_base + linear_per_token * m).
 
-Sources of the defaults below: `host_s`, fitted on two published vLLM 0.19 runs of
-casys-kaist/LLMServingSim (MIT). `shared_context_factor` and the front-end terms: fitted on the llm-d
-guide `optimized-baseline` (8 x 2 H100, Qwen3-32B). Adapter factors: by rank as in inference-sim's
-defaults. Adapter load: from disk, an assumption (0.3 to 5 s are seen).
+C counts tokens that several decoding requests share once in full, and each further copy with the
+factor `shared_context_factor`. C grows by `skew` times its difference from (decodes * longest
+context), because some attention kernels wait for the longest context. `mixed_decode_factor`
+multiplies decode_per_context_token * C in steps that also compute chunks, because kernels for both
+at once decode more slowly on some GPUs.
+
+The built-in profiles are in `profiles.toml`, each constant with its source. Your own profiles are
+TOML files too, with one table per profile, named like the profile. `like` names another profile as
+the base. See `profiles_in`.
+
+Sources of the defaults below: `host_s` is fitted on two published vLLM 0.19 runs of
+casys-kaist/LLMServingSim (MIT). `shared_context_factor` and the front-end terms are fitted on the
+llm-d guide `optimized-baseline` (8 x 2 H100, Qwen3-32B). Adapter factors are those of
+inference-sim's defaults, by rank. The adapter load from disk is an assumption (0.3 to 5 s occur).
 """
 
 import argparse
@@ -41,79 +44,80 @@ from sim.sentences import unread
 
 DEFAULT_PROFILE: Final = "llama-3.1-8b-h100-tp1"
 ADAPTER_LINEAR_FACTORS: Final = {8: 1.02, 16: 1.035, 32: 1.06}
-"""By LoRA rank: `defaults.yaml` of inference-sim/inference-sim."""
+"""Factor on the linear layers by LoRA rank, from `defaults.yaml` of inference-sim/inference-sim."""
 KV_TOKENS_MIN: Final = 256
-"""Sixteen of vLLM's usual blocks: less serves nothing."""
+"""Minimum KV cache in tokens: sixteen of vLLM's usual blocks. A smaller cache can serve nothing."""
 
 _Count: TypeAlias = Annotated[int, Meta(ge=1, le=10**9)]
-# No range holds nan.
+# The ranges exclude nan.
 _StepTime: TypeAlias = Annotated[float, Meta(ge=0.0, le=60.0)]
-"""Seconds that a step or a request takes whatever is in it: no engine needs a minute."""
+"""Seconds that a step or a request takes regardless of its content. No engine needs a minute."""
 _TokenTime: TypeAlias = Annotated[float, Meta(ge=0.0, le=0.1)]
-"""Seconds for each token, or pair of tokens."""
+"""Seconds for each token, or for each pair of tokens."""
 _Share: TypeAlias = Annotated[float, Meta(ge=0.0, le=1.0)]
 _Factor: TypeAlias = Annotated[float, Meta(ge=0.0, le=100.0)]
 _Bytes: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e15)]
 
 
 class StepWork(Struct):
-    """What one step computes."""
+    """The work of one step."""
 
     tokens: int = 0
     decodes: int = 0
     decode_context_tokens: int = 0
     longest_context_tokens: int = 0
-    """Of a decoding request; told only to profiles with a skew."""
+    """Longest context of a decoding request; set only for profiles with a skew."""
     shared_tokens: int = 0
-    """Context that other decoding requests hold too: counted for each of them but one."""
+    """Context that other decoding requests hold too, counted for all of them but one."""
     prefills: int = 0
     attention_pairs: float = 0.0
-    """Sum of n*c + n*n/2 over the chunks: n tokens after c tokens of context."""
+    """Sum of n*c + n*n/2 over the chunks, for n tokens after c tokens of context."""
     sequences: int = 0
-    """Requests that get a token."""
+    """Number of requests that get a token."""
     drafts: int = 0
-    """Drafted tokens that are verified; they are among `tokens`."""
+    """Draft tokens to verify, included in `tokens`."""
     drafts_accepted: int = 0
-    """Of them: tokens that requests get besides the one of `sequences`."""
+    """Accepted draft tokens. Requests get them in addition to the one of `sequences`."""
     with_adapter: bool = False
     adapters_loaded: int = 0
     restore_s: float = 0.0
-    """What bringing cached prompts back takes, and saving them before: nothing runs meanwhile."""
+    """Time to restore cached prompts and to finish saving; nothing runs meanwhile."""
 
 
 class EstimateError(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How far an estimated profile may be off, as shares, when nobody has measured it.
+    """The error of an estimated profile that was never measured, as shares.
 
-    Each is the worst that was found by leaving out one measured model or GPU at a time
-    (`docs/estimates.md`). A time may be `1 / (1 + error)` to `1 + error` of the real one.
+    Each share is the largest error found when one measured model or GPU at a time was left out
+    (`docs/estimates.md`). A time may be `1 / (1 + error)` to `1 + error` times the real one.
     """
 
     prefill: Annotated[float, Meta(ge=0.0, le=10.0)]
-    """Of the time of a step that computes a prompt."""
+    """Error of the time of a step that computes a prompt."""
     decode: Annotated[float, Meta(ge=0.0, le=10.0)]
-    """Of the time of a step in which requests decode."""
+    """Error of the time of a step in which requests decode."""
     kv_tokens: Annotated[float, Meta(ge=0.0, le=10.0)]
 
     @property
     def said(self) -> str:
-        """The largest of the three, and each of them, in words."""
+        """The largest of the three errors, and each of them, in words."""
         worst = max(self.prefill, self.decode, self.kv_tokens)
         return (
-            f"within ± {worst:.0%} (prefill {self.prefill:.0%}, decode {self.decode:.0%}, KV tokens "
-            f"{self.kv_tokens:.0%})"
+            f"within ± {worst:.0%} (prefill {self.prefill:.0%}, decode {self.decode:.0%}, KV "
+            f"tokens {self.kv_tokens:.0%})"
         )
 
 
 class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One model on one kind of GPU. Seconds and tokens."""
+    """One model on one kind of GPU. Units are seconds and tokens."""
 
     name: str
     model: str
     kv_tokens: Annotated[int, Meta(ge=KV_TOKENS_MIN, le=10**10)]
     max_model_len_tokens: _Count
-    """Prompt and answer together, as the model allows them."""
+    """Maximum length of prompt and answer together that the model allows."""
     kv_bytes_per_token: Annotated[int, Meta(ge=0, le=10**9)] = 0
-    """Of the whole model: 2 * layers * KV heads * head size * bytes of a number. 0: not known."""
+    """KV-cache bytes per token of the whole model: 2 * layers * KV heads * head size * bytes of a
+    number. 0 if unknown."""
     decode_s: _StepTime
     decode_s_per_context_token: _TokenTime
     pair_s: _TokenTime
@@ -122,15 +126,17 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     linear_base_s: _StepTime = 0.0
     linear_s_per_token: _TokenTime = 0.0
     linear_tokens: tuple[_Count, ...] = ()
-    """Ascending: where the table has its points. Beyond the last, `linear_s_per_token` goes on."""
+    """Points of the table, ascending. Beyond the last one, the time grows by
+    `linear_s_per_token`."""
     linear_s: tuple[Annotated[float, Meta(gt=0.0, le=60.0)], ...] = ()
     """Seconds at `linear_tokens`, for all layers."""
     expert_tokens: tuple[_Count, ...] = ()
-    """Ascending, as many as `expert_s`: tokens that all ranks compute in a step together."""
+    """Tokens that all ranks compute in a step together, ascending, with a time each in
+    `expert_s`."""
     expert_s: tuple[Annotated[float, Meta(gt=0.0, le=60.0)], ...] = ()
-    """Seconds of all layers of experts at `expert_tokens`, sending and fetching tokens among them;
-    `linear_s` and its like are then of the other layers. Straight lines between the points, and beyond
-    the last as between the last two."""
+    """Seconds of all expert layers at `expert_tokens`, including the transfer of tokens. `linear_s`
+    and similar fields then cover only the other layers. The curve is interpolated linearly and
+    extended by its last segment."""
     prefill_s: _StepTime = 0.0
     head_s_per_sequence: _TokenTime = 0.0
     all_reduce_s: _StepTime = 0.0
@@ -142,13 +148,14 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     adapter_linear_factor: _Factor = ADAPTER_LINEAR_FACTORS[16]
     adapter_load_s: _StepTime = 0.3
     frontend_s: _StepTime = 0.010
-    """Tokenising, HTTP and output processing of a request, before the engine sees it."""
+    """Time for tokenising, HTTP and output processing of a request, before the engine sees it."""
     frontend_s_per_token: _TokenTime = 10e-6
     max_num_seqs: _Count = 1024
     max_num_batched_tokens: _Count = 8192
-    """Both: the defaults of `vllm serve` on a GPU of at least 70 GiB (not A100)."""
+    """Token budget of a step. This and `max_num_seqs` have the defaults of `vllm serve` on a GPU of
+    at least 70 GiB (not A100)."""
     estimated: EstimateError | None = None
-    """How far the constants may be off if they were estimated; None if they were measured."""
+    """Error of the constants if they were estimated; None if they were measured."""
 
     def __post_init__(self) -> None:
         if len(self.linear_tokens) != len(self.linear_s):
@@ -156,13 +163,13 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if list(self.linear_tokens) != sorted(set(self.linear_tokens)):
             raise ValueError("linear_tokens do not ascend")
         if len(self.expert_tokens) != len(self.expert_s) or len(self.expert_s) == 1:
-            raise ValueError("expert_tokens and expert_s are not two points or more each, as many")
+            raise ValueError("expert_tokens and expert_s must have the same length, at least 2")
         if list(self.expert_tokens) != sorted(set(self.expert_tokens)):
             raise ValueError("expert_tokens do not ascend")
         if list(self.expert_s) != sorted(self.expert_s):
-            raise ValueError("expert_s falls; more tokens take no less time")
+            raise ValueError("expert_s decreases; more tokens cannot take less time")
         if not (self.linear_s or self.weight_read_s or self.linear_s_per_token):
-            raise ValueError("neither a table nor constants for the linear layers")
+            raise ValueError("the linear layers have neither a table nor constants")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; expected at least "
@@ -170,7 +177,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
 
     def step_s(self, work: StepWork) -> float:
-        """How long a step with this work takes."""
+        """Return the duration of a step with this work in seconds."""
         linear = self.linear_layers_s(work.tokens)
         if work.with_adapter:
             linear *= self.adapter_linear_factor
@@ -194,16 +201,19 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return total + self.adapter_load_s * work.adapters_loaded + work.restore_s
 
     def prefill_tokens_per_s(self, tokens: int) -> float:
-        """Peak prefill throughput: of a step that computes nothing but `tokens` of one new prompt.
+        """Return the peak prefill throughput: that of a step that computes only `tokens` of one new
+        prompt.
 
-        With 8,192 tokens Qwen3-32B on two H100s does 15,953 tokens/s; llm-d's guide
+        With 8,192 tokens, Qwen3-32B on two H100s has 15,953 tokens/s; llm-d's guide
         optimized-baseline measured 15,928.
         """
         work = StepWork(tokens=tokens, prefills=1, attention_pairs=tokens * tokens / 2, sequences=1)
         return tokens / self.step_s(work)
 
     def decode_step_s(self, requests: int, context_tokens: int) -> float:
-        """Time of a step in which so many requests decode, each after so many tokens."""
+        """Return the time of a step in which `requests` requests decode, each after
+        `context_tokens`.
+        """
         work = StepWork(
             tokens=requests,
             decodes=requests,
@@ -214,7 +224,7 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.step_s(work)
 
     def linear_layers_s(self, tokens: int) -> float:
-        """All layers but attention, for `tokens` tokens together."""
+        """Return the time of all layers except attention, for `tokens` tokens together."""
         points = self.linear_tokens
         if not points:
             by_tokens = self.linear_base_s + self.linear_s_per_token * tokens
@@ -228,7 +238,9 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.linear_s[at - 1] + share * (self.linear_s[at] - self.linear_s[at - 1])
 
     def expert_layers_s(self, tokens: int) -> float:
-        """All layers of experts, for `tokens` tokens of all ranks together; 0 without a curve."""
+        """Return the time of all expert layers, for `tokens` tokens of all ranks together; 0
+        without a curve.
+        """
         points, seconds = self.expert_tokens, self.expert_s
         if not points:
             return 0.0
@@ -239,17 +251,17 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
 
     def frontend_delay_s(self, prompt_tokens: int) -> float:
-        """From the arrival of a request to its place in the engine's queue."""
+        """Return the time from the arrival of a request to its place in the engine's queue."""
         return self.frontend_s + self.frontend_s_per_token * prompt_tokens
 
 
 class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What decides how many tokens the KV cache of a pod holds."""
+    """The memory sizes that determine how many tokens the KV cache of a pod holds."""
 
     bytes: _Bytes
-    """Of one GPU."""
+    """Memory of one GPU."""
     weight_bytes: _Bytes
-    """Of the whole model, as `kv_bytes_per_token`."""
+    """Weights of the whole model. `kv_bytes_per_token` also covers the whole model."""
     kv_bytes_per_token: _Count
     tensor_parallel: _Count = 1
     share: _Share = 0.92
@@ -264,38 +276,43 @@ class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def kv_tokens(self) -> int:
-        """What weights, activations and NCCL leave; those as inference-sim has them (dense)."""
+        """Tokens that fit beside weights, activations and NCCL; the last two are those of
+        inference-sim (dense).
+        """
         other = (5.5 + (0.15 if self.tensor_parallel == 1 else 0.6)) * 2**30
         left = self.share * self.bytes - self.weight_bytes / self.tensor_parallel - other
         return int(left * self.tensor_parallel / self.kv_bytes_per_token)
 
 
 def estimate_warnings(profiles: Iterable[Profile]) -> list[str]:
-    """A sentence for each profile that was estimated and not measured."""
+    """Return a sentence for each profile that was estimated instead of measured."""
     errors = {profile.name: profile.estimated for profile in profiles}
     return [estimate_warning(name, error.said) for name, error in errors.items() if error]
 
 
 def estimate_warning(name: str, said: str) -> str:
-    """What a report says of an estimated profile; `said` is how far it may be off."""
+    """Return the warning about an estimated profile; `said` is its error in words."""
     return (
-        f"Profile {name} is estimated, {said}: times may be off by as much, and by more where requests "
-        "queue."
+        f"Profile {name} is estimated, {said}: times may be wrong by as much, and by more if "
+        "requests queue."
     )
 
 
 class ProfileError(ValueError):
-    """A profile cannot be had: one sentence, with the file where there is one."""
+    """A profile is missing or invalid. The message is one sentence, with the file if there
+    is one.
+    """
 
 
 @cache
 def built_in_profiles() -> Mapping[str, Profile]:
-    """Those of `profiles.toml`, by name, in its order."""
+    """Return the profiles of `profiles.toml` by name, in the order of the file."""
     return _profiles_of(Path(__file__).with_name("profiles.toml"), known={})
 
 
 def find_profile(text: str) -> Profile:
-    """A built-in profile by its name, or FILE.toml, or FILE.toml:NAME where it holds several.
+    """Return a built-in profile by its name, or that of FILE.toml, or of FILE.toml:NAME if it has
+    several.
 
     Raises ProfileError.
     """
@@ -321,21 +338,21 @@ def find_profile(text: str) -> Profile:
 
 
 def profiles_in(path: Path) -> dict[str, Profile]:
-    """All profiles of a TOML file: `[name]`, then the fields of `Profile`.
+    """Return all profiles of a TOML file: `[name]`, then the fields of `Profile`.
 
-    `like = "..."` takes what is not said from a built-in profile or one before in the file; a table
-    `memory` with the fields of `Memory` stands for `kv_tokens` and
-    `kv_bytes_per_token`. Raises ProfileError.
+    `like = "..."` takes missing fields from a built-in profile or an earlier one in the file. A
+    table `memory` with the fields of `Memory` replaces `kv_tokens` and `kv_bytes_per_token`. Raises
+    ProfileError.
     """
     return _profiles_of(path, known=built_in_profiles())
 
 
 def _profiles_of(path: Path, *, known: Mapping[str, Profile]) -> dict[str, Profile]:
-    """`known`: what `like` may name besides those before it."""
+    """Return the profiles of a file; `known` are further profiles that `like` may name."""
     profiles: dict[str, Profile] = {}
     for name, table in toml_in(path).items():
         if not isinstance(table, dict):
-            raise ProfileError(f"{path}: {name}: expected a table, a profile.")
+            raise ProfileError(f"{path}: {name}: expected a table with a profile.")
         fields: dict[str, Any] = {**table, "name": name}
         like = fields.pop("like", None)
         if like is not None:
@@ -354,12 +371,12 @@ def _profiles_of(path: Path, *, known: Mapping[str, Profile]) -> dict[str, Profi
         except msgspec.ValidationError as problem:
             raise ProfileError(f"{misfit(place, problem, Profile)}.") from problem
     if not profiles:
-        raise ProfileError(f"{path}: expected at least one table, a profile.")
+        raise ProfileError(f"{path}: expected at least one table with a profile.")
     return profiles
 
 
 def toml_in(path: Path) -> dict[str, Any]:
-    """What a TOML file says. Raises ProfileError."""
+    """Return the content of a TOML file. Raises ProfileError."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
@@ -367,7 +384,9 @@ def toml_in(path: Path) -> dict[str, Any]:
 
 
 def profile_as_toml(profile: Profile, comments: dict[str, str]) -> str:
-    """The text of a profile for `profiles_in`, a comment behind the fields that have one."""
+    """Return a profile as text for `profiles_in`, with a comment behind each field in
+    `comments`.
+    """
     lines = [f"[{_toml(profile.name)}]"]
     for field, value in msgspec.to_builtins(profile).items():
         if field != "name" and value not in ((), [], None):
@@ -389,7 +408,7 @@ def _toml(value: object) -> str:
 
 
 def profile_named(text: str) -> Profile:
-    """What `find_profile` finds, for argparse."""
+    """Return the result of `find_profile`, with errors for argparse."""
     try:
         return find_profile(text)
     except ProfileError as problem:

@@ -1,8 +1,8 @@
-"""What an engine keeps of prompts, where that is not vLLM's block pool alone.
+"""The interface of an engine's prompt cache, for engines that use more than vLLM's block pool.
 
-vLLM finds prompts in the blocks of its pool (`sim/engine/blocks.py`), and that is what an engine
-does that has no `PromptCache`. Other engines keep whole prompts, one system prompt, a conversation
-in each slot, or more of the pool's blocks in another memory: `sim/caches` has them.
+vLLM finds prompts in the blocks of its pool (`sim/engine/blocks.py`); an engine without a
+`PromptCache` does so too. Other engines cache whole prompts, one system prompt, a conversation in
+each slot, or further blocks in another memory. `sim/caches` contains them.
 """
 
 from typing import Protocol
@@ -15,35 +15,41 @@ from sim.engine.request import EngineRequest
 
 
 class Found(Struct, frozen=True):
-    """What a cache has of a prompt."""
+    """The cached part of a prompt."""
 
     tokens: int = 0
-    """From its beginning; the engine computes the last token of a prompt in any case."""
+    """Cached tokens from the beginning. The engine computes the last token of a prompt in
+    any case."""
     restore_s: Seconds = 0.0
-    """To bring them to where the engine computes, which does nothing else meanwhile."""
+    """Time to restore them to the engine's memory. The engine computes nothing meanwhile."""
 
 
 class PromptCache(Protocol):
-    """Told of every request by one engine, in this order: `fetch`, `computed`, `left`.
+    """A prompt cache of one engine, which calls `fetch`, `computed` and `left` for each request in
+    this order.
 
-    A request that is preempted has left, and is fetched for again.
+    A preempted request leaves, and `fetch` is called again when it returns.
     """
 
     def pool(self, blocks_total: int) -> BlockPool:
-        """The memory of the requests that run."""
+        """Return the memory for the running requests."""
         ...
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
-        """What there is of the prompt; `held_tokens` of it the pool has found.
+        """Return the cached part of the prompt; the pool already has `held_tokens` of it.
 
-        None: it waits, and all behind it, for a request that runs to leave.
+        None makes this request and all behind it wait until a running request leaves.
         """
         ...
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """The whole prompt is computed: keep what is to be kept. How long the engine saves it."""
+        """Store what should be cached of the computed prompt, and return the time that the engine
+        saves it.
+        """
         ...
 
     def left(self, request: EngineRequest, now: Seconds) -> Seconds:
-        """The request is `finished`, or has gone before. How long the engine saves it."""
+        """Process the end of a request, `finished` or not, and return the time that the engine
+        saves it.
+        """
         ...

@@ -1,14 +1,14 @@
 """Data-parallel ranks of one server: engines behind one address, and the balancer between them.
 
-Each rank has its own queue, blocks and cache. A request goes to the rank that it names, else to that with
-the least of 4 * waiting + running, the first of several, as vLLM's own balancer places it
-(`DPLBAsyncMPClient`): it looks at no prompt. vLLM counts what it has placed at once and hears of the rest every 100 ms; here counts
-are those of now.
+Each rank has its own queue, blocks and cache. A request goes to the rank that it names. Otherwise
+it goes to the first rank with the least 4 * waiting + running, as in vLLM's own balancer
+(`DPLBAsyncMPClient`), which ignores prompts. vLLM counts its own placements at once and receives
+the other counts every 100 ms; here all counts are current.
 
-Ranks of a dense model are alone with themselves. Where the profile has a curve of experts
-(`Profile.expert_s`) layers of experts are shared by all: every pass begins together, idle ranks compute
-a dummy token, and a pass takes as long as the slowest rank without its experts, and the experts for the
-tokens of all ranks. So it does while any rank has work.
+Ranks of a dense model are independent. If the profile has an expert curve (`Profile.expert_s`), all
+ranks share the expert layers while any rank has work. Every pass begins on all ranks together, and
+idle ranks compute a dummy token. A pass takes the time of the slowest rank without its experts,
+plus the time of the experts for the tokens of all ranks.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,14 @@ _WAITING_WEIGHT: Final = 4
 
 
 class RankedEngine:
-    """Drives its ranks as one engine: steps begin and end as `Engine.begin` and `end` have it.
+    """Several ranks driven as one engine: steps begin and end as in `Engine.begin` and
+    `Engine.end`.
 
-    A step is that of one rank, or, where passes are common, of all that had work.
+    A step is that of one rank, or of all ranks with work if passes are shared.
     """
 
     def __init__(self, ranks: Sequence[Engine]) -> None:
-        """At least one rank, all with the same settings and profile."""
+        """Drive at least one rank; all have the same settings and profile."""
         self.ranks = tuple(ranks)
         self._in_step = bool(self.ranks[0].profile.expert_s)
         if self._in_step:
@@ -38,42 +39,42 @@ class RankedEngine:
 
     @property
     def running(self) -> tuple[EngineRequest, ...]:
-        """Of all ranks."""
+        """Running requests of all ranks."""
         return tuple(request for rank in self.ranks for request in rank.running)
 
     @property
     def waiting(self) -> tuple[EngineRequest, ...]:
-        """Of all ranks."""
+        """Waiting requests of all ranks."""
         return tuple(request for rank in self.ranks for request in rank.waiting)
 
     @property
     def leaving(self) -> set[str]:
-        """Who was aborted in a step that has begun, and goes at its end."""
+        """Ids of requests that were aborted in the running steps and leave at their ends."""
         return {request_id for rank in self.ranks for request_id in rank.leaving}
 
     @property
     def first_tokens(self) -> int:
-        """Requests that have had theirs, of all ranks."""
+        """Number of requests with a first token, over all ranks."""
         return sum(rank.first_tokens for rank in self.ranks)
 
     @property
     def answers(self) -> int:
-        """Requests that are answered, of all ranks."""
+        """Number of answered requests, over all ranks."""
         return sum(rank.answers for rank in self.ranks)
 
     @property
     def answer_tokens(self) -> int:
-        """What these were answered with."""
+        """Output tokens of the answered requests."""
         return sum(rank.answer_tokens for rank in self.ranks)
 
     @property
     def passes(self) -> int:
-        """The most of a step that has begun; 0: none has."""
+        """Largest number of passes of a running step; 0 if no step is running."""
         return max(rank.passes for rank in self.ranks)
 
     @property
     def ends_at(self) -> Seconds | None:
-        """When the next step ends; None: none has begun, or a rank could begin one."""
+        """End of the next step; None if no step is running, or if a rank could begin one."""
         ends = [(rank.ends_at, rank) for rank in self.ranks]
         begun = [at for at, _ in ends if at is not None]
         if not begun:
@@ -84,7 +85,7 @@ class RankedEngine:
 
     @property
     def slowness(self) -> float:
-        """Steps that begin from now on take this many times as long."""
+        """Factor on the duration of steps that begin from now on."""
         return self.ranks[0].slowness
 
     @slowness.setter
@@ -93,30 +94,30 @@ class RankedEngine:
             rank.slowness = slowness
 
     def submit(self, request: EngineRequest, now: Seconds, rank: int | None = None) -> None:
-        """Queue `request` at `rank`, or where its balancer places it.
+        """Queue `request` at `rank`, or at the rank that the balancer chooses.
 
-        ValueError if it can never fit; then nothing has changed.
+        Raise ValueError if it can never fit; nothing has changed then.
         """
         self.ranks[self.least_loaded if rank is None else rank].submit(request, now)
 
     @property
     def least_loaded(self) -> int:
-        """The rank where its balancer would place a request."""
+        """Rank that the balancer would choose for a request."""
         loads = [_load(rank) for rank in self.ranks]
         return loads.index(min(loads))
 
     def abort(self, request_id: str) -> bool:
-        """As `Engine.abort`."""
+        """Abort a request, as `Engine.abort` does."""
         return any(rank.abort(request_id) for rank in self.ranks)
 
     def cut(self, now: Seconds) -> None:
-        """Let the steps that have begun end with the passes in progress at `now`."""
+        """End the running steps with the passes in progress at `now`."""
         for rank in self.ranks:
             rank.cut(now)
 
     def begin(self, now: Seconds) -> Seconds | None:
-        """Begin what steps can begin at `now`: when the first of all ends; None: there is nothing
-        to do.
+        """Begin all steps that can begin at `now`; return the end of the first, or None if there is
+        no work.
         """
         if self._in_step:
             return self._begin_together(now)
@@ -126,7 +127,7 @@ class RankedEngine:
         return self.ends_at
 
     def end(self) -> Step:
-        """The step that ends first is over: what came out of it."""
+        """End the step that ends first, and return its result."""
         begun = [(rank.ends_at, at) for at, rank in enumerate(self.ranks) if rank.passes]
         if not self._in_step:
             _, first = min((ends_at, at) for ends_at, at in begun if ends_at is not None)
@@ -134,7 +135,9 @@ class RankedEngine:
         return _joined([self.ranks[at].end() for _, at in begun])
 
     def snapshot(self, now: Seconds | None = None) -> EngineSnapshot:
-        """What a page says of all ranks: counts summed, usage the mean."""
+        """Return the state of all ranks as a metrics page shows it: sums of counts, and the mean
+        usage.
+        """
         told = [rank.snapshot(now) for rank in self.ranks]
         adapters = {adapter for one in told for adapter in one.adapters}
         return EngineSnapshot(
@@ -147,11 +150,11 @@ class RankedEngine:
         )
 
     def kv_cache_usage(self, now: Seconds | None = None) -> float:
-        """The held share of the blocks of all ranks."""
+        """Return the used share of the blocks of all ranks."""
         return sum(rank.kv_cache_usage(now) for rank in self.ranks) / len(self.ranks)
 
     def check(self) -> None:
-        """AssertionError if the books of a rank do not agree."""
+        """Raise AssertionError if the state of a rank is inconsistent."""
         for rank in self.ranks:
             rank.check()
 
@@ -186,7 +189,7 @@ def _has_work(rank: Engine) -> bool:
 
 
 def _joined(steps: Sequence[Step]) -> Step:
-    """One step of several that began and ended together, each of one pass."""
+    """Return one step for several that began and ended together, each of one pass."""
     work = StepWork()
     for step in steps:
         one = step.work

@@ -1,4 +1,4 @@
-"""What an engine is asked for."""
+"""The requests that an engine serves."""
 
 from collections.abc import Sequence
 
@@ -9,34 +9,34 @@ from sim.engine.blocks import Holding
 
 
 class PromptParts(Struct, frozen=True):
-    """A prompt and its answer as stretches of text: messages, where the trace knows them.
+    """A prompt and its answer as parts of text, which are messages if the trace knows them.
 
-    The last part is the answer; the prompt has one at least.
+    The last part is the answer. The prompt has at least one part.
     """
 
     keys: Sequence[int]
-    """Each stands for all text up to and with its part. Two parts with one key have the same text
-    as far as the shorter of them goes."""
+    """Key of each part, which stands for all text up to its end. Two parts with equal keys have the
+    same text up to the end of the shorter one."""
     ends: Sequence[int]
     """Tokens up to the end of each part, ascending."""
 
     @property
     def messages(self) -> int:
-        """Parts of the prompt."""
+        """Number of parts in the prompt."""
         return len(self.keys) - 1
 
 
 class EngineRequest:
-    """One request inside the engine; the caller makes it, the engine fills in what happens to it.
+    """One request inside the engine. The caller creates it, and the engine records its progress.
 
-    `chain` has a key for every piece of prompt and answer together, in whole blocks: the hash of
-    each full block, or, with `chain_ends`, of longer pieces (see `sim/engine/blocks.py`); `chain_ends`
-    says, for each piece, how many blocks there are up to its end. Times are the `now` of the
-    engine's caller, NaN-free: None until it happened.
+    `chain` has a key for every piece of prompt and answer together, in whole blocks. The key is the
+    hash of each full block, or of longer pieces with `chain_ends` (see `sim/engine/blocks.py`).
+    `chain_ends` contains, for each piece, the number of blocks up to its end. Times are values of
+    the caller's `now`, and None before the event.
 
-    While it decodes in a step of many passes, `generated_tokens`, `computed_tokens`,
-    `last_token_at` and `token_gap_s` are those at its first token; they are right again when it is
-    done, preempted or gone, and after every `Engine.step`.
+    In a decode step of many passes, `generated_tokens`, `computed_tokens`, `last_token_at` and
+    `token_gap_s` have their values of the first token. They are current again when the request
+    ends, is preempted or leaves, and after every `Engine.step`.
     """
 
     __slots__ = (
@@ -75,9 +75,10 @@ class EngineRequest:
         adapter: str = "",
         parts: PromptParts | None = None,
     ) -> None:
-        """`output_tokens` are generated, no more and no fewer; at least one of each kind.
+        """Create a request that generates exactly `output_tokens`. Prompt and output have at least
+        one token.
 
-        `parts` are for engines with a `PromptCache`.
+        `parts` are needed by engines with a `PromptCache`.
         """
         assert prompt_tokens > 0
         assert output_tokens > 0
@@ -89,19 +90,19 @@ class EngineRequest:
         self.adapter = adapter
         self.parts = parts
         self.arrived_at: Seconds | None = None
-        """At the server, before its front end; the engine sets it if the caller did not."""
+        """Arrival at the server, before its front end. The engine sets it if the caller did not."""
         self.queued_at: Seconds = 0.0
         self.scheduled_at: Seconds | None = None
         self.first_token_at: Seconds | None = None
         self.last_token_at: Seconds | None = None
         self.token_gap_s: Seconds = 0.0
-        """Between the last two tokens."""
+        """Time between the last two tokens, in seconds."""
         self.generated_tokens = 0
         self.computed_tokens = 0
         self.cached_tokens = 0
         """Prompt tokens found in the cache at the first admission, as `usage` reports them."""
         self.preemptions = 0
-        # The engine's own.
+        # Fields for the engine only.
         self.holding = Holding()
         self.admission = 0
         self.shared_blocks = 0
@@ -110,7 +111,7 @@ class EngineRequest:
 
     @property
     def known_tokens(self) -> int:
-        """Prompt and what was generated so far."""
+        """Tokens of the prompt and of the answer generated so far."""
         return self.prompt_tokens + self.generated_tokens
 
     @property

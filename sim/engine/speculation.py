@@ -1,17 +1,17 @@
-"""Speculative decoding: how many drafted tokens a pass accepts, and what drafting costs.
+"""Speculative decoding: the number of accepted draft tokens per pass, and the cost of drafting.
 
-Acceptance is told by position, as vLLM counts it (`vllm:spec_decode_num_accepted_tokens_per_pos`
-over `vllm:spec_decode_num_drafts`): of all passes the share that accept the token at this position,
-and with it all before. One number drawn for a pass so decides how many of its tokens are accepted. It is
-drawn from the request and the place in its answer: the same request meets the same acceptances
-wherever and whenever it is served.
+Acceptance is configured by position, as vLLM counts it
+(`vllm:spec_decode_num_accepted_tokens_per_pos` over `vllm:spec_decode_num_drafts`). It is the share
+of all passes that accept the token at a position and all tokens before it. Therefore one random
+number per pass determines how many tokens are accepted. It depends on the request and the position
+in its answer, so a request has the same acceptances in every run.
 
-Acceptance may depend on how long the context is: then it is told at some lengths, is on the line between
-two of them, and beyond the first and the last as there.
+Acceptance may depend on the context length. It is then configured at some lengths. Between two
+lengths it is interpolated linearly; beyond the first and the last it is constant.
 
-Drafting takes `draft_s` for each drafted token of a pass, whoever decodes: a drafter's pass reads its
-weights once for all. The default is EAGLE's for Llama-3.1-8B on an H100 in vLLM 0.10.1, 2.135 ms for
-three tokens, as SpecDecode-Bench/simulator has fitted it (arXiv 2601.11580).
+Drafting takes `draft_s` for each draft token of a pass, for any number of requests, because a
+drafter reads its weights once for all. The default is that of EAGLE for Llama-3.1-8B on an H100 in
+vLLM 0.10.1: 2.135 ms for three tokens, as fitted by SpecDecode-Bench/simulator (arXiv 2601.11580).
 """
 
 from bisect import bisect_right
@@ -23,30 +23,30 @@ from msgspec import Struct
 
 DRAFT_S: Final = 0.71e-3
 DRAFTED_MAX: Final = 16
-"""Tokens a pass; engines draft 1 to 8."""
+"""Maximum number of draft tokens per pass. Engines draft 1 to 8."""
 CONTEXTS_MAX: Final = 16
-"""Lengths of context at which acceptance is told."""
+"""Maximum number of context lengths with configured acceptance."""
 _SHARES: Final = r"[0-9.]+(/[0-9.]+)*"
 ACCEPTANCE_TEXT: Final = rf"\A({_SHARES}|[0-9]{{1,9}}:{_SHARES}(\+[0-9]{{1,9}}:{_SHARES})*)\Z"
 _WHOLE: Final = float(2**64)
 
 
 class AcceptanceAt(Struct, frozen=True):
-    """What is accepted where the context has `context_tokens`."""
+    """The acceptance at a context length of `context_tokens`."""
 
     context_tokens: int
     acceptance: tuple[float, ...]
-    """By position."""
+    """Acceptance by position."""
 
 
 class Speculation(Struct, frozen=True, kw_only=True):
-    """Of one engine; ValueError if the acceptances cannot be."""
+    """The speculative decoding of one engine. Raises ValueError if the acceptances are invalid."""
 
     acceptance: tuple[float, ...]
-    """By position, up to the first context of which more is told."""
+    """Acceptance by position, up to the first context length in `longer`."""
     longer: tuple[AcceptanceAt, ...] = ()
-    """In longer contexts, ascending; between two on the line. `acceptance` is that of the first; (): of
-    all contexts."""
+    """Acceptance at longer contexts, ascending, interpolated linearly. `acceptance` is that of the
+    first one. An empty tuple means that `acceptance` applies to all contexts."""
     draft_s: float = DRAFT_S
 
     def __post_init__(self) -> None:
@@ -72,11 +72,11 @@ class Speculation(Struct, frozen=True, kw_only=True):
 
     @property
     def drafted_tokens(self) -> int:
-        """A pass and request."""
+        """Number of draft tokens per pass and request."""
         return len(self.acceptance)
 
     def acceptance_at(self, context_tokens: int) -> tuple[float, ...]:
-        """By position, where the context is so long."""
+        """Return the acceptance by position at a context length."""
         longer = self.longer
         after = bisect_right(longer, context_tokens, key=lambda one: one.context_tokens)
         if after == 0:
@@ -94,7 +94,9 @@ class Speculation(Struct, frozen=True, kw_only=True):
         )
 
     def accepted(self, request_id: str, generated_tokens: int, context_tokens: int) -> int:
-        """How many drafted tokens a request accepts in the pass at this place of its answer."""
+        """Return how many draft tokens a request accepts in the pass at this position of its
+        answer.
+        """
         drawn = xxhash.xxh3_64_intdigest(request_id.encode(), seed=generated_tokens) / _WHOLE
         shares = self.acceptance_at(context_tokens) if self.longer else self.acceptance
         tokens = 0
@@ -106,7 +108,9 @@ class Speculation(Struct, frozen=True, kw_only=True):
 
 
 def speculation_of(text: str, draft_s: float = DRAFT_S) -> Speculation:
-    """As `0.7/0.45`, or at lengths of context as `1024:0.7/0.45+32768:0.5/0.2`. Raises ValueError."""
+    """Parse `0.7/0.45`, or `1024:0.7/0.45+32768:0.5/0.2` for several context lengths. Raises
+    ValueError.
+    """
     if ":" not in text:
         return Speculation(acceptance=_shares_of(text), draft_s=draft_s)
     told: list[AcceptanceAt] = []
@@ -117,7 +121,7 @@ def speculation_of(text: str, draft_s: float = DRAFT_S) -> Speculation:
 
 
 def _shares_of(text: str) -> tuple[float, ...]:
-    """Shares with slashes between them. Raises ValueError."""
+    """Parse shares separated by slashes. Raises ValueError."""
     try:
         return tuple(float(part) for part in text.split("/"))
     except ValueError:

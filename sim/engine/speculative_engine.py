@@ -1,13 +1,13 @@
-"""An engine that verifies drafted tokens: requests that decode get one token or several a pass.
+"""An engine that verifies draft tokens: a decoding request gets one or more tokens per pass.
 
-As vLLM's scheduler has it: a request that decodes is given its last token and its drafted ones, inside
-the budget and with blocks for all of them; what is not accepted is computed for nothing, and its
-blocks stay with the request. Full blocks of known tokens are registered. No more is drafted than the
-answer has tokens left.
+As in vLLM's scheduler, a decoding request is given its last token and its draft tokens, within the
+budget and with blocks for all of them. The computation of rejected tokens is wasted, and their
+blocks stay with the request. Full blocks of known tokens are registered. Drafting never exceeds the
+remaining tokens of the answer.
 
-A pass costs what verifying costs, `tokens` with the drafted ones through the linear layers and the
-head, the context of each request read once, and `Speculation.draft_s` for each drafted token. What
-drafters keep in the KV cache, and what drafting costs beside prompts, is not modelled.
+A pass costs the verification: `tokens`, with the draft tokens, through the linear layers and the
+head, and the context of each request read once. In addition it costs `Speculation.draft_s` for each
+draft token. The KV cache of drafters and the cost of drafting beside prompts are not modelled.
 
 Requests do not move in lockstep here, so each pass is a step of its own.
 """
@@ -21,9 +21,9 @@ from sim.engine.speculation import Speculation
 
 
 class SpeculativeEngine(Engine):
-    """`Engine` in all but how answers are generated; every step has one pass.
+    """An `Engine` with speculative decoding; every step has one pass.
 
-    `outputs` of a step are all requests with a token, and may have several.
+    `outputs` of a step are all requests that got tokens. A request may get several.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class SpeculativeEngine(Engine):
         self._pass_s = self._verifying_pass_s
         self.speculation = speculation
         self._given: dict[EngineRequest, int] = {}
-        """How many tokens the pass that has begun gives to each request that decodes."""
+        """Tokens that the running pass gives to each decoding request."""
 
     def step(self, now: Seconds) -> Step | None:
-        """Do one pass at `now`; None when there is nothing to do."""
+        """Do one pass at `now`; return None if there is nothing to do."""
         return None if self._begin_pass(now) is None else self.end()
 
     def _verifying_pass_s(self, work: StepWork) -> Seconds:
@@ -78,7 +78,9 @@ class SpeculativeEngine(Engine):
         return budget, self.preemptions > before
 
     def _grow_or_preempt(self, request: EngineRequest, tokens: int) -> bool:
-        """Blocks for `tokens`, while the youngest of all give way; False: it gave way itself."""
+        """Take blocks for `tokens`, preempting the youngest requests; return False if it preempted
+        itself.
+        """
         while not self._grow(request, tokens):
             youngest = next(reversed(self.running))
             self._preempt(youngest)
@@ -87,7 +89,7 @@ class SpeculativeEngine(Engine):
         return True
 
     def _verify(self, request: EngineRequest, tokens: int, work: StepWork) -> None:
-        """Count the last token of a request and its drafted ones as computed."""
+        """Count the last token of a request and its draft tokens as computed."""
         known = request.known_tokens
         accepted = self.speculation.accepted(request.request_id, request.generated_tokens, known)
         given = self._given[request] = 1 + min(accepted, tokens - 1)
@@ -118,7 +120,7 @@ class SpeculativeEngine(Engine):
         return given
 
     def _decode(self, request: EngineRequest) -> None:
-        """Nothing to be done: each pass looks at all that run."""
+        """Do nothing, because each pass looks at all running requests."""
 
     def _check_decoding(self, decoding: list[EngineRequest]) -> None:
         size = self.settings.block_size_tokens

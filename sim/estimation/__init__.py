@@ -1,1 +1,1 @@
-"""Profiles of models and GPUs that nobody has measured, by a roofline model."""
+"""Estimated profiles of models and GPUs that were not measured, by a roofline model."""

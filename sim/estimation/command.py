@@ -1,4 +1,4 @@
-"""`sim profile`: the profile of a model on a GPU that nobody has measured."""
+"""`sim profile`: an estimated profile of a model on a GPU that was not measured."""
 
 import argparse
 import sys
@@ -20,18 +20,18 @@ from sim.sentences import failed, sentence_of, warned
 
 _DESCRIPTION: Final = """\
 Estimate the profile of a model on a GPU from the model's config.json and the GPU's data sheet, by a
-roofline model. The profile is a TOML file for --profile of sim replay, size and the others, which then
-say that it is estimated and how far it may be off.
+roofline model. The profile is a TOML file for --profile of sim replay, sim size and others. Their
+reports state that the profile is estimated, and its error.
 
     sim profile estimate --config config.json --gpu l40s --out mine.toml
     sim size TRACE --profile mine.toml --slo ttft-p90=1 --out sized
 
-A few measured points make it better: name it by `like` in the points of sim calibrate.
+A few measured points improve it: set `like` to this file in the points of sim calibrate.
 """
 _FIELDS: Final = {
     "kv_tokens": "memory of all GPUs, less weights, activations and buffers",
     "linear_tokens": "products of matrices, experts, norms and activations of all layers",
-    "host_s": "as the built-in profiles have it",
+    "host_s": "that of the built-in profiles",
 }
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -45,7 +45,7 @@ def add_parser(commands: _Commands) -> None:
     )
     kinds = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_estimate(kinds)
-    listed = kinds.add_parser("gpus", help="list the GPUs that are known", allow_abbrev=False)
+    listed = kinds.add_parser("gpus", help="list the known GPUs", allow_abbrev=False)
     listed.set_defaults(run=_list_gpus)
 
 
@@ -59,44 +59,53 @@ def _add_estimate(kinds: _Commands) -> None:
     )
     required = parser.add_argument_group("required").add_argument
     required("--config", type=Path, required=True, metavar="FILE", help="config.json of the model, "
-        "or the folder that holds it")  # fmt: skip
+        "or the folder that contains it")  # fmt: skip
     required("--gpu", required=True, metavar="NAME", help=f"one of {', '.join(gpus())}")
-    engine = parser.add_argument_group("engine, as vllm serve has it").add_argument
+    engine = parser.add_argument_group("engine, with the flags of vllm serve").add_argument
     engine("--tp", type=_degree, default=1, metavar="N", help="GPUs that share every layer: "
         "--tensor-parallel-size (default 1)")  # fmt: skip
     engine("--quantization", choices=("auto", *FORMATS), default="auto", metavar="FORMAT",
-        help=f"format of the weights: auto (what config.json says), or one of {', '.join(FORMATS)} "
+        help=f"format of the weights: auto (from config.json), or one of {', '.join(FORMATS)} "
         "(default auto)")  # fmt: skip
-    engine("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="numbers of the KV cache: "
+    engine("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="number format of the KV cache: "
         "auto has 16 bits (default auto)")  # fmt: skip
     engine("--gpu-memory-utilization", type=_share, default=MEMORY_SHARE, metavar="SHARE",
         help=f"share of the memory that the engine uses (default {MEMORY_SHARE:g}; vLLM "
         "before 0.20 has 0.9)")  # fmt: skip
-    engine("--max-model-len", type=_count, metavar="TOKENS", help="longest prompt and answer together "
-        "(default: what the model allows)")  # fmt: skip
-    engine("--max-num-seqs", type=_count, metavar="N", help="requests in a step (default: vLLM's for "
+    engine("--max-model-len", type=_count, metavar="TOKENS", help="maximum tokens of prompt and answer together "
+        "(default: the model's maximum)")  # fmt: skip
+    engine("--max-num-seqs", type=_count, metavar="N", help="maximum requests in a step (default: vLLM's for "
         "the GPU, 256 or 1024)")  # fmt: skip
-    engine("--max-num-batched-tokens", type=_count, metavar="TOKENS", help="tokens in a step (default: "
+    engine("--max-num-batched-tokens", type=_count, metavar="TOKENS", help="maximum tokens in a step (default: "
         "vLLM's for the GPU, 2048 to 16384)")  # fmt: skip
     other = parser.add_argument_group("estimate and output").add_argument
     other("--context-tokens", type=_count, default=CONTEXT_TOKENS, metavar="TOKENS",
-        help="usual length of a context, by which layers with a sliding window are counted (default "
-        f"{CONTEXT_TOKENS:,}; of no effect on models without)")  # fmt: skip
-    other("--unmeasured", action="store_true", help="ignore what was measured on this GPU, as if only "
-        "its data sheet were known: to test estimates")  # fmt: skip
+        help="usual context length, which determines the cost of layers with a sliding window (default "
+        f"{CONTEXT_TOKENS:,}; no effect on models without such layers)")  # fmt: skip
+    other("--unmeasured", action="store_true", help="ignore measurements on this GPU, as if only "
+        "its data sheet were known, to test estimates")  # fmt: skip
     other("--name", metavar="NAME", help="name of the profile (default: model, GPU and degree)")
-    other("--out", type=Path, metavar="FILE.toml", help="write the profile there (default: stdout)")
+    other(
+        "--out",
+        type=Path,
+        metavar="FILE.toml",
+        help="file to write the profile to (default: standard output)",
+    )
     parser.set_defaults(run=_estimate)
 
 
 def _estimate(options: argparse.Namespace) -> int:
-    """0 done, 1 the model does not fit or the file cannot be written, 2 the input is no good."""
+    """Run the command; return 0 on success, 1 if the model does not fit or the file cannot be
+    written, 2 on bad input.
+    """
     try:
         settings = _settings(options)
         quantization = "" if options.quantization == "auto" else options.quantization
         config = read_config(options.config, quantization=quantization)
         if config.unknown_keys:
-            warned(f"{options.config}: no effect have {', '.join(config.unknown_keys)}")
+            warned(
+                f"{options.config}: unknown keys without effect: {', '.join(config.unknown_keys)}"
+            )
         profile = estimated_profile(config.shape, settings, name=options.name or "")
     except DoesNotFitError as problem:
         return failed(str(problem), code=1)
@@ -130,7 +139,7 @@ def _settings(options: argparse.Namespace) -> EstimateSettings:
 
 
 def _text(profile: Profile, shape: ModelShape, settings: EstimateSettings) -> str:
-    """The file, with what it rests on."""
+    """Return the text of the file, with comments about the sources of the estimate."""
     assert profile.estimated is not None
     head = [
         f"# Estimated, {profile.estimated.said}.",
@@ -139,7 +148,8 @@ def _text(profile: Profile, shape: ModelShape, settings: EstimateSettings) -> st
     ]
     if shape.windowed_layers:
         head.append(
-            f"# Layers with a sliding window are counted for contexts of {settings.context_tokens:,} tokens."
+            "# The cost of layers with a sliding window is that for contexts of "
+            f"{settings.context_tokens:,} tokens."
         )
     return "\n".join(head) + "\n" + profile_as_toml(profile, _FIELDS)
 
@@ -149,14 +159,14 @@ def _model_said(shape: ModelShape) -> str:
     said = [f"{shape.name}, {shape.architecture}", f"{shape.weights / 1e9:.1f} billion weights",
         f"{shape.weight_bytes / 1e9:.1f} GB"]  # fmt: skip
     if shape.experts is not None:
-        said.append(f"{shape.experts.per_token} of {shape.experts.count} experts a token")
+        said.append(f"{shape.experts.per_token} of {shape.experts.count} experts per token")
     if shape.windowed_layers:
         said.append(f"{kept} of {shape.layers} layers without a window")
     return ", ".join(said)
 
 
 def _say(profile: Profile, shape: ModelShape, settings: EstimateSettings) -> None:
-    """On stderr: what was read and what came of it."""
+    """Write the model, the GPU and the main results to standard error."""
     assert profile.estimated is not None
     gpu = settings.gpu
     measured = gpu.name in fitted().gpus and not settings.as_unmeasured
@@ -175,11 +185,11 @@ def _say(profile: Profile, shape: ModelShape, settings: EstimateSettings) -> Non
 
 def _decode_said(profile: Profile, requests: int) -> str:
     step_s = profile.decode_step_s(requests, 1024)
-    return f"{step_s * 1e3:.1f} ms a token with {requests} request{'s' * (requests > 1)} of 1,024 tokens"
+    return f"{step_s * 1e3:.1f} ms per token with {requests} request{'s' * (requests > 1)} of 1,024 tokens"
 
 
 def _list_gpus(options: argparse.Namespace) -> int:
-    """0 always."""
+    """List the known GPUs; return 0."""
     head = ("name", "memory", "bandwidth", "16 bits", "FP8", "kernels", "GPU")
     rows = [head, *(_cells(gpu) for gpu in gpus().values())]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -190,7 +200,7 @@ def _list_gpus(options: argparse.Namespace) -> int:
 
 
 def _cells(gpu: Gpu) -> tuple[str, ...]:
-    """What `sim profile gpus` says of a GPU."""
+    """Return the row of a GPU for `sim profile gpus`."""
     return (
         gpu.name,
         f"{gpu.memory_bytes / 1e9:.0f} GB",

@@ -1,4 +1,4 @@
-"""A profile of a model on a GPU that nobody has measured."""
+"""Estimation of a profile for a model and a GPU that were not measured together."""
 
 from typing import Final
 
@@ -26,31 +26,33 @@ from sim.estimation.roofline import (
 
 HOST_S: Final = 0.0015
 HOST_S_SEVERAL: Final = 0.002
-"""Scheduling and launching a step, on one GPU and on several: as the built-in profiles have it."""
+"""Time to schedule and launch a step on several GPUs; `HOST_S` is that on one. Both are those of
+the built-in profiles."""
 KV_ERROR_MAX: Final = 10.0
-"""Where hardly anything is left for the KV cache, how wrong it is has no meaning."""
+"""Maximum error of the KV cache. If hardly any memory is left for it, a larger error has no
+meaning."""
 _SEQUENCES: Final = 256
-"""Up to so many, the time of the output layer is put on a line."""
+"""Number of sequences up to which the time of the output layer is linearised."""
 
 
 class EstimateSettings(Struct, frozen=True, kw_only=True):
-    """On what a model is to run, and how."""
+    """The GPU and the engine flags for an estimate."""
 
     gpu: Gpu
     tensor_parallel: int = 1
     kv_format: KvFormat = "auto"
     context_tokens: int = CONTEXT_TOKENS
-    """The usual length of a context, by which sliding windows are counted."""
+    """Usual context length, which determines the cost of layers with sliding windows."""
     memory_share: float = MEMORY_SHARE
     """`--gpu-memory-utilization`."""
     max_num_seqs: int | None = None
-    """None: the default of vLLM for the GPU."""
+    """Maximum number of sequences; None for vLLM's default on the GPU."""
     max_num_batched_tokens: int | None = None
-    """None: the default of vLLM for the GPU."""
+    """Token budget of a step; None for vLLM's default on the GPU."""
     max_model_len_tokens: int | None = None
-    """None: what the model allows."""
+    """Maximum length of prompt and answer; None for the model's maximum."""
     as_unmeasured: bool = False
-    """Whether to leave out all that was measured on this GPU."""
+    """True to ignore all measurements on this GPU."""
 
 
 class DoesNotFitError(ProfileError):
@@ -65,10 +67,10 @@ def estimated_profile(
     efficiency: Efficiency | None = None,
     memory: MemoryModel | None = None,
 ) -> Profile:
-    """The profile of a model, with how far it may be off.
+    """Return the estimated profile of a model, with its error.
 
-    `efficiency` and `memory` stand in the place of what was fitted, for leaving measurements out.
-    Raises `DoesNotFitError`, and `ProfileError` for a model that cannot be divided so.
+    `efficiency` and `memory` replace the fitted values, to leave measurements out. Raises
+    `DoesNotFitError`, and `ProfileError` for a model that cannot be divided among so many GPUs.
     """
     _check_division(shape, settings.tensor_parallel)
     known = fitted() if efficiency is None or memory is None else None
@@ -113,10 +115,10 @@ def estimated_profile(
 def _error(
     at: Roofline, settings: EstimateSettings, fit: Fit, memory: MemoryModel
 ) -> EstimateError:
-    """The published error for such a model on such a GPU.
+    """Return the published error for such a model on such a GPU.
 
-    That of the KV cache is known as a share of the GPU's memory: the less is left for the cache, the more
-    it is of that.
+    The error of the KV cache is known as a share of the GPU's memory. The less memory is left for
+    the cache, the larger is its relative error.
     """
     known = fitted()
     measured = at.gpu.name in known.gpus and not settings.as_unmeasured
@@ -129,7 +131,9 @@ def _error(
 
 
 def gpus_needed(shape: ModelShape, settings: EstimateSettings, memory: MemoryModel) -> int | None:
-    """The fewest GPUs, a power of two, among which the model fits; None if no number does."""
+    """Return the fewest GPUs, a power of two, among which the model fits; None if no number
+    suffices.
+    """
     degree = 1
     while degree <= TENSOR_PARALLEL_MAX:
         tried = replace(settings, tensor_parallel=degree)
@@ -160,7 +164,7 @@ def _roofline(
 
 
 def _limits(settings: EstimateSettings) -> tuple[int, int]:
-    """`max_num_seqs` and `max_num_batched_tokens`."""
+    """Return `max_num_seqs` and `max_num_batched_tokens`."""
     sequences, batched = settings.gpu.engine_defaults
     sequences = settings.max_num_seqs or sequences
     return sequences, max(sequences, settings.max_num_batched_tokens or batched)
@@ -176,7 +180,8 @@ def _fit(at: Roofline, settings: EstimateSettings, memory: MemoryModel) -> Fit:
 def _check_division(shape: ModelShape, degree: int) -> None:
     if shape.heads % degree:
         raise ProfileError(
-            f"--tp {degree}: expected a divisor of the {shape.heads} attention heads of {shape.name}."
+            f"--tp {degree}: expected a divisor of the {shape.heads} attention heads of "
+            f"{shape.name}."
         )
 
 
@@ -190,7 +195,7 @@ def _does_not_fit(
         f"it needs --tp {needed}" if needed else f"no --tp up to {TENSOR_PARALLEL_MAX} is enough"
     )
     return (
-        f"{shape.name} does not fit on {degree} x {gpu.name}: each has {usable / 1e9:.1f} GB for vLLM, "
-        f"its share of the weights is {fit.weight_bytes / 1e9:.1f} GB, activations and buffers "
-        f"{fit.other_bytes / 1e9:.1f} GB; {advice}."
+        f"{shape.name} does not fit on {degree} x {gpu.name}: each has {usable / 1e9:.1f} GB for "
+        f"vLLM, its share of the weights is {fit.weight_bytes / 1e9:.1f} GB, activations and "
+        f"buffers {fit.other_bytes / 1e9:.1f} GB; {advice}."
     )

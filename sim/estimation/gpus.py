@@ -1,4 +1,4 @@
-"""The table of GPUs: what data sheets say of memory, bandwidth, arithmetic and interconnect."""
+"""The table of GPUs: memory, bandwidth, arithmetic and interconnect from data sheets."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -13,9 +13,9 @@ from sim.engine.profiles import ProfileError, toml_in
 
 _Positive: TypeAlias = Annotated[float, Meta(gt=0.0)]
 _BIG_CARD_BYTES: Final = 70 * 2**30
-"""From so much memory on vLLM's defaults are larger, but not on an A100."""
+"""Memory from which vLLM's defaults are larger, except on an A100."""
 _HUGE_CARD_BYTES: Final = 160 * 2**30
-"""From so much memory on a step has twice as many tokens again."""
+"""Memory from which a step has twice as many tokens again."""
 
 
 class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,11 +30,11 @@ class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     half_flops: _Positive
     """BF16, or FP16 where a GPU has no BF16."""
     fp8_flops: _Positive | None = None
-    """None if the GPU does not compute in FP8."""
+    """Peak in FP8, or None if the GPU does not support FP8."""
     int8_flops: _Positive | None = None
-    """None if the GPU does not compute in INT8."""
+    """Peak in INT8, or None if the GPU does not support INT8."""
     fp4_flops: _Positive | None = None
-    """None if the GPU does not compute in FP4."""
+    """Peak in FP4, or None if the GPU does not support FP4."""
     interconnect_bytes_per_s: _Positive
     """One direction, for each GPU, between GPUs of one host."""
     peer_to_peer: Literal["link", "pcie"] = "link"
@@ -43,7 +43,7 @@ class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def engine_defaults(self) -> tuple[int, int]:
-        """`max_num_seqs` and `max_num_batched_tokens` that `vllm serve` has on this GPU by default.
+        """Defaults of `max_num_seqs` and `max_num_batched_tokens` in `vllm serve` on this GPU.
 
         Source: vLLM 0.19 to 0.32, the batch defaults of its engine arguments by the GPU's memory.
         """
@@ -54,7 +54,7 @@ class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @cache
 def gpus() -> Mapping[str, Gpu]:
-    """All GPUs of the table by name, in its order."""
+    """Return all GPUs of the table by name, in the order of the table."""
     table = toml_in(Path(__file__).with_name("gpus.toml"))
     return {name: msgspec.convert({**row, "name": name}, Gpu) for name, row in table.items()}
 

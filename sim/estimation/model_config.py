@@ -1,10 +1,11 @@
-"""A model's shape from the `config.json` that Hugging Face models come with.
+"""A model's shape from the `config.json` of Hugging Face models.
 
-Read are decoders with gated feed-forward layers: dense or with experts, with grouped-query (GQA) or
-multi-head latent attention (MLA), with sliding windows in some layers or none. Anything else is
-refused, because a guess about its layers would be wrong without saying so.
+Supported models are decoders with gated feed-forward layers. They may be dense or have experts,
+with grouped-query (GQA) or multi-head latent attention (MLA), and with sliding windows in some
+layers or none. All others are rejected, because a guess about their layers would be wrong without
+notice.
 
-A model that also sees images has its text part in `text_config`; only that part is read.
+A model that also reads images has its text part in `text_config`; only that part is read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,10 +29,11 @@ BYTES_A_WEIGHT: Final[Mapping[WeightFormat, float]] = {
     "mxfp4": 0.53125,
     "nvfp4": 0.5625,
 }
-"""Scales included: INT4 has one of 16 bits and a zero point for 128 weights, MXFP4 one of 8 bits for
-32 (OCP microscaling formats), NVFP4 one of 8 bits for 16."""
+"""Bytes per weight, including scales. INT4 has one scale of 16 bits and a zero point for 128
+weights. MXFP4 has one of 8 bits for 32 weights (OCP microscaling formats), and NVFP4 one of 8 bits
+for 16 weights."""
 CONFIG_BYTES_MAX: Final = 1_000_000
-"""The largest file that is read; published configurations have 1 to 50 KB."""
+"""Maximum size of the file. Published configurations have 1 to 50 KB."""
 
 _LAYERS_MAX: Final = 1_000
 _WIDTH_MAX: Final = 1_000_000
@@ -41,7 +43,7 @@ _UNSUPPORTED_KEYS: Final = (
     "attn_layer_period", "attn_type_list", "hybrid_override_pattern", "block_types", "index_topk",
     "num_encoder_layers", "encoder_layers", "rwkv",
 )  # fmt: skip
-"""Beginnings of keys of models with layers that are not read: state spaces, linear or sparse attention,
+"""Prefixes of keys of models with unsupported layers: state spaces, linear or sparse attention,
 encoders."""
 _IGNORED: Final = frozenset(
     [
@@ -133,34 +135,36 @@ _IGNORED: Final = frozenset(
         "attention_multiplier",
     ]
 )
-"""Keys that change no size, or that are read where they do."""
+"""Keys that change no size, or that are read by name elsewhere."""
 
 
 class Latent(Struct, frozen=True, kw_only=True):
-    """Multi-head latent attention: keys and values of all heads are kept as one vector a token."""
+    """Multi-head latent attention, which stores keys and values of all heads as one vector per
+    token.
+    """
 
     query_rank: int
-    """0 if queries are computed from the hidden state at once."""
+    """Rank of the query projection; 0 if queries are computed directly from the hidden state."""
     key_value_rank: int
     plain_dim: int
-    """Of a head's keys and queries: the part without rotary position."""
+    """Size of the part of a head's keys and queries without rotary position."""
     rotary_dim: int
     value_dim: int
 
 
 class Experts(Struct, frozen=True, kw_only=True):
-    """Feed-forward layers of which each token takes a few."""
+    """Feed-forward layers with experts, a few of which each token uses."""
 
     layers: int
     count: int
     per_token: int
     inner: int
     shared_inner: int
-    """Width of the layers that every token takes besides; 0 if there are none."""
+    """Width of the shared layers that every token also uses; 0 if there are none."""
 
 
 class ModelShape(Struct, frozen=True, kw_only=True):
-    """All sizes that decide what a model computes, reads and keeps."""
+    """The sizes that determine what a model computes, reads and stores."""
 
     name: str
     architecture: str
@@ -172,13 +176,13 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     head_dim: int
     latent: Latent | None
     windowed_layers: int
-    """Layers whose attention reaches only `window_tokens` back."""
+    """Layers whose attention covers only the last `window_tokens`."""
     window_tokens: int
     dense_layers: int
     dense_inner: int
     experts: Experts | None
     tied_embeddings: bool
-    """Whether the output layer shares the weights of the embedding."""
+    """True if the output layer shares the weights of the embedding."""
     max_model_len_tokens: int
     linear_format: WeightFormat
     expert_format: WeightFormat
@@ -190,7 +194,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
     @property
     def linear_weights(self) -> int:
-        """Weights of all layers but those of experts."""
+        """Weights of all layers except experts."""
         shared = (
             self.experts.layers * 3 * self.hidden * self.experts.shared_inner if self.experts else 0
         )
@@ -212,12 +216,12 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
     @property
     def weights(self) -> int:
-        """All weights; norms and biases are left out."""
+        """Number of all weights, without norms and biases."""
         return self.linear_weights + self.expert_weights + self.embedding_weights
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of all weights as they lie in the memory of GPUs."""
+        """Size of all weights in GPU memory in bytes."""
         return (
             self.linear_weights * BYTES_A_WEIGHT[self.linear_format]
             + self.expert_weights * BYTES_A_WEIGHT[self.expert_format]
@@ -225,7 +229,9 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         )
 
     def attention_products(self, tensor_parallel: int) -> list[tuple[int, int]]:
-        """Outputs and inputs of each matrix of one layer's attention, of one GPU of so many."""
+        """Return outputs and inputs of each matrix of one layer's attention on one of
+        `tensor_parallel` GPUs.
+        """
         hidden, heads = self.hidden, self.heads // tensor_parallel
         latent = self.latent
         if latent is None:
@@ -240,30 +246,35 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         return [*first, up, (hidden, heads * latent.value_dim)]
 
     def key_value_numbers(self, tensor_parallel: int) -> int:
-        """Numbers that one layer keeps of one token on each GPU of so many."""
+        """Return how many numbers one layer stores for a token on each of `tensor_parallel`
+        GPUs.
+        """
         if self.latent is not None:
             return self.latent.key_value_rank + self.latent.rotary_dim
         return 2 * self.head_dim * max(1, self.key_value_heads // tensor_parallel)
 
     def reach(self, context_tokens: int) -> float:
-        """Layers that a token of a context costs, on average: a window stops counting beyond it."""
+        """Return how many layers a token of context costs on average; layers with a window cost
+        less.
+        """
         share = min(1.0, self.window_tokens / context_tokens) if self.windowed_layers else 0.0
         return self.layers - self.windowed_layers + self.windowed_layers * share
 
 
 class _Family(Struct, frozen=True):
-    """How the configurations of an architecture are to be read."""
+    """The rules for reading configurations of an architecture."""
 
     experts: str = ""
-    """Key with the number of experts; "" if all layers are dense."""
+    """Key of the number of experts, or "" if all layers are dense."""
     inner: str = "moe_intermediate_size"
     latent: bool = False
     windows: Literal["all", "flagged", "layers"] = "all"
-    """Which layers have the `sliding_window`: all, all if `use_sliding_window`, or some of them."""
+    """Layers with the `sliding_window`: all, all if `use_sliding_window` is set, or some of
+    them."""
     pattern: int = 0
-    """One layer of so many is without a window, where nothing in the file says otherwise."""
+    """Number of layers of which one has no window, if the file does not define it."""
     usual: Mapping[str, Any] = {}
-    """What transformers takes for keys that a file leaves out."""
+    """Defaults of transformers for keys that a file leaves out."""
 
 
 _GEMMA_3: Final = _Family(
@@ -274,7 +285,7 @@ _GEMMA_3: Final = _Family(
         "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 4096,
     },
 )  # fmt: skip
-"""Source of the defaults: `Gemma3TextConfig` of transformers 4.57."""
+"""Family of Gemma 3. The defaults are those of `Gemma3TextConfig` in transformers 4.57."""
 _FAMILIES: Final[Mapping[str, _Family]] = {
     "LlamaForCausalLM": _Family(),
     "MistralForCausalLM": _Family(),
@@ -305,7 +316,7 @@ ARCHITECTURES: Final = tuple(_FAMILIES)
 
 
 class ReadConfig(Struct, frozen=True, kw_only=True):
-    """A shape, and what of the file had no effect on it."""
+    """A shape, and the keys of the file without an effect on it."""
 
     shape: ModelShape
     unknown_keys: tuple[str, ...]
@@ -315,9 +326,9 @@ class ReadConfig(Struct, frozen=True, kw_only=True):
 def read_config(path: Path, name: str = "", quantization: str = "") -> ReadConfig:
     """Read the `config.json` at `path`, or in the folder `path`.
 
-    `name` of the model, by default `_name_or_path` of the file or the name of its folder;
-    `quantization` is one of `FORMATS` and stands in the place of what the file says. Raises
-    `ProfileError` with the file, the key and what was expected.
+    `name` is that of the model, by default `_name_or_path` of the file or the name of its folder.
+    `quantization` is one of `FORMATS` and overrides the file. Raises `ProfileError` with the file,
+    the key and what was expected.
     """
     file = path / "config.json" if path.is_dir() else path
     config = _decoded(file)
@@ -336,7 +347,7 @@ def read_config(path: Path, name: str = "", quantization: str = "") -> ReadConfi
 
 
 class _Keys:
-    """The keys of a configuration, which are told where they are wrong."""
+    """The keys of a configuration, with errors that name them."""
 
     def __init__(self, file: Path, values: Mapping[str, Any], within: str = "") -> None:
         self._file = file
@@ -349,17 +360,19 @@ class _Keys:
         return list(self._values)
 
     def unknown(self) -> tuple[str, ...]:
-        """Keys that were neither read nor are known to change no size."""
+        """Return the keys that were not read and are not known to change no size."""
         return tuple(sorted(set(self._values) - self._read - _IGNORED))
 
     def get(self, key: str) -> Any:
-        """The value; None if it is null, or if neither file nor architecture has it."""
+        """Return the value; None if it is null, or if neither the file nor the architecture
+        has it.
+        """
         self._read.add(key)
         value = self._values.get(key)
         return self.usual.get(key) if value is None else value
 
     def whole(self, key: str, most: int, default: int | None = None, least: int = 1) -> int:
-        """A whole number within bounds. Raises `ProfileError`."""
+        """Return a whole number within bounds. Raises `ProfileError`."""
         value = self.get(key)
         if value is None and default is not None:
             return default
@@ -369,7 +382,7 @@ class _Keys:
         return int(value)
 
     def flag(self, key: str) -> bool:
-        """True or false; false if it is not there. Raises `ProfileError`."""
+        """Return true or false; false if the key is missing. Raises `ProfileError`."""
         value = self.get(key)
         if value is not None and type(value) is not bool:
             self.refuse(key, f"expected true or false, got {_shown(value)}")
@@ -381,27 +394,27 @@ class _Keys:
 
 
 def _shown(value: object) -> str:
-    """A value in an error: as JSON, cut off where it is long."""
+    """Return a value for an error message, cut off if it is long."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _decoded(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`. Raises `ProfileError`."""
+    """Return the JSON object in `file`. Raises `ProfileError`."""
     try:
         with file.open("rb") as opened:
             content = opened.read(CONFIG_BYTES_MAX + 1)
         if len(content) > CONFIG_BYTES_MAX:
             raise ProfileError(
-                f"{file}: expected the config.json of a model, at most {CONFIG_BYTES_MAX:,} bytes; it "
-                "has more."
+                f"{file}: expected the config.json of a model, at most {CONFIG_BYTES_MAX:,} "
+                "bytes; it is larger."
             )
         config = msgspec.json.decode(content)
     except (OSError, UnicodeDecodeError, msgspec.DecodeError) as problem:
         raise ProfileError(f"{unread(file, problem, 'the config.json of a model')}.") from problem
     except RecursionError as problem:
         raise ProfileError(
-            f"{file}: expected the config.json of a model: it is nested too deeply."
+            f"{file}: expected the config.json of a model; this file is nested too deeply."
         ) from problem
     if not isinstance(config, dict):
         raise ProfileError(f"{file}: expected a JSON object, got {_shown(config)}.")
@@ -497,7 +510,7 @@ def _experts(keys: _Keys, family: _Family, layers: int) -> Experts | None:
 
 
 def _windows(keys: _Keys, family: _Family, layers: int) -> tuple[int, int]:
-    """Layers with a sliding window, and its tokens."""
+    """Return the number of layers with a sliding window, and its tokens."""
     kinds = keys.get("layer_types")
     others = set(map(str, kinds)) - {"full_attention", "sliding_attention"} if kinds else set()
     if others:
@@ -518,7 +531,7 @@ def _windows(keys: _Keys, family: _Family, layers: int) -> tuple[int, int]:
 
 
 def _formats(keys: _Keys, quantization: str) -> tuple[WeightFormat, WeightFormat]:
-    """Of the weights of linear layers, and of experts."""
+    """Return the formats of the weights of linear layers and of experts."""
     if quantization:
         chosen: WeightFormat = msgspec.convert(quantization, WeightFormat)
         return chosen, chosen
@@ -532,15 +545,15 @@ def _formats(keys: _Keys, quantization: str) -> tuple[WeightFormat, WeightFormat
         method = _shown(told.get("quant_method"))
         keys.refuse(
             "quantization_config",
-            f"the format of {method} is not known; name it by --quantization, one of {', '.join(FORMATS)}",
+            f"the format of {method} is unknown; set --quantization to one of {', '.join(FORMATS)}",
         )
         raise AssertionError
-    # Of MXFP4 models (gpt-oss) only the experts are quantized.
+    # MXFP4 models (gpt-oss) quantize only the experts.
     return ("16bit", found) if found == "mxfp4" else (found, found)
 
 
 def _format_of(told: Mapping[str, Any]) -> WeightFormat | None:
-    """The format of the weights by `quantization_config`; None if that does not say."""
+    """Return the format of the weights in `quantization_config`; None if it does not define one."""
     method = str(told.get("quant_method", "")).lower()
     if method in {"fp8", "fbgemm_fp8", "mxfp4"}:
         return "mxfp4" if method == "mxfp4" else "fp8"

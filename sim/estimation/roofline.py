@@ -1,17 +1,18 @@
-"""A roofline model: from a model's shape and a GPU's peaks to the constants of a profile.
+"""A roofline model that turns a model's shape and a GPU's peaks into the constants of a profile.
 
-A kernel takes as long as its arithmetic at a share of the GPU's peak, or as its reading at a share of
-the bandwidth, whichever is more; near the point where both are equal, more than either (`SHARPNESS`):
+A kernel takes the time of its arithmetic at a share of the GPU's peak, or of its reading at a share
+of the bandwidth, whichever is longer. Near the point where both are equal it takes longer than
+either (`SHARPNESS`):
 
     t = launch_s + ((bytes / (bandwidth * share))^p + (operations / (peak * share))^p)^(1/p)
 
 The shares are efficiencies that were fitted to kernel timings of vLLM (`efficiencies.toml`, by
-`python -m docs.estimates`, which also says how far the estimates are off). A GPU without such timings
-gets the geometric mean over the GPUs that have them.
+`python -m docs.estimates`, which also computes the errors of the estimates). A GPU without such
+timings gets the geometric mean over the GPUs that have them.
 
-What depends on routing is taken for balanced: m tokens of which each takes k of E experts read
-E * (1 - (1 - k/E)^m) of them. Layers with a sliding window are counted by the share of a context of
-`context_tokens` that their window holds, because a profile has one price for each token of context.
+Routing is assumed to be balanced: m tokens that each use k of E experts read E * (1 - (1 - k/E)^m)
+of them. A layer with a sliding window counts with the share of a context of `context_tokens` that
+its window holds, because a profile has one price for each token of context.
 """
 
 import math
@@ -29,27 +30,28 @@ from sim.estimation.gpus import Gpu, gpus
 from sim.estimation.model_config import BYTES_A_WEIGHT, ModelShape, WeightFormat
 
 SHARPNESS: Final = 3.0
-"""The exponent p above: how sharply a kernel passes from reading to arithmetic."""
+"""Exponent p above, which determines how sharply a kernel changes from reading to arithmetic."""
 LAUNCH_S: Final = 2e-6
-"""What a kernel takes however small it is, inside a CUDA graph."""
+"""Minimum time of a kernel inside a CUDA graph."""
 EXPERT_WIDTH: Final = 350
-"""Width of an expert, on one GPU, at which its arithmetic is half as fast as that of a wide one."""
+"""Width of an expert on one GPU at which its arithmetic is half as fast as that of a wide one."""
 EXPERT_KERNELS: Final = 5
-"""Kernels of a layer of experts: the router, the sorting of tokens, two products, the sum."""
+"""Number of kernels in an expert layer: router, sorting of tokens, two matrix products, sum."""
 KERNELS_BESIDES: Final = 5
-"""Kernels of a layer that are no product of matrices: two norms, positions, activation, KV write."""
+"""Number of kernels in a layer that are not matrix products: two norms, positions, activation, KV
+write."""
 MEMORY_SHARE: Final = 0.92
-"""`--gpu-memory-utilization` of vLLM by default, from version 0.20 on; 0.9 before."""
+"""Default of vLLM's `--gpu-memory-utilization` from version 0.20 on; before, it was 0.9."""
 CONTEXT_TOKENS: Final = 4096
-"""The usual length of a context, by which sliding windows are counted."""
+"""Usual context length, which determines the cost of layers with sliding windows."""
 TENSOR_PARALLEL_MAX: Final = 16
 
 LAYER_TABLE_TOKENS: Final = (
     1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192,
 )  # fmt: skip
-"""Where a profile's table of the linear layers has its points."""
+"""Points of a profile's table of the linear layers, in tokens."""
 _BYTES: Final = 2
-"""Of a number of activations, and of the KV cache unless it is in FP8."""
+"""Bytes of an activation, and of a number in the KV cache unless it is in FP8."""
 
 KINDS: Final[Mapping[str, str]] = {
     "dense": "dense, weights of 16 bits",
@@ -59,94 +61,96 @@ KINDS: Final[Mapping[str, str]] = {
     "packed": "weights of 4 bits",
     "latent": "latent attention (MLA)",
 }
-"""Kinds of models, and what they are called in tables."""
+"""Kinds of models, with their names in tables."""
 
 KvFormat: TypeAlias = Literal["auto", "fp8"]
 _Share: TypeAlias = Annotated[float, Meta(gt=0.0, le=3.0)]
 
 
 class Efficiency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which shares of a GPU's peaks its kernels reach; a peak is that of the data sheet."""
+    """The shares of a GPU's data-sheet peaks that its kernels reach."""
 
     linear_bandwidth: _Share
-    """Of the memory's bandwidth, by products of matrices with few rows."""
+    """Share of the memory bandwidth in matrix products with few rows."""
     linear_compute: _Share
-    """Of the arithmetic in 16 bits, by products of matrices with many rows."""
+    """Share of the 16-bit arithmetic in matrix products with many rows."""
     fp8_compute: _Share
-    """Of the arithmetic in FP8, by the same."""
+    """Share of the FP8 arithmetic in matrix products with many rows."""
     expert_bandwidth: _Share
-    """Of the memory's bandwidth, by layers of experts."""
+    """Share of the memory bandwidth in expert layers."""
     packed_bandwidth: _Share
-    """Of the memory's bandwidth, by layers of experts whose weights have less than 8 bits."""
+    """Share of the memory bandwidth in expert layers whose weights have less than 8 bits."""
     expert_compute: _Share
-    """Of the arithmetic in 16 bits, by layers of wide experts."""
+    """Share of the 16-bit arithmetic in layers of wide experts."""
     prefill_compute: _Share
-    """Of the arithmetic in 16 bits, by attention of a prompt."""
+    """Share of the 16-bit arithmetic in attention of a prompt."""
     prefill_launch_s: Seconds
-    """What attention of a chunk takes in each layer, however short it is."""
+    """Minimum time of attention of a chunk in each layer."""
     decode_bandwidth: _Share
-    """Of the memory's bandwidth, by attention of requests that decode."""
+    """Share of the memory bandwidth in attention of decoding requests."""
     decode_launch_s: Seconds
-    """What attention of a step that decodes takes in each layer."""
+    """Minimum time of attention in each layer of a step that decodes."""
     latent_launch_s: Seconds
-    """What latent attention (MLA) takes besides, in each layer: its many small kernels."""
+    """Additional time of latent attention (MLA) in each layer, for its many small kernels."""
     all_reduce_share: _Share
-    """Of the interconnect, by an all-reduce."""
+    """Share of the interconnect in an all-reduce."""
     all_reduce_launch_s: Seconds
-    """What an all-reduce takes however small it is, between two GPUs."""
+    """Minimum time of an all-reduce between two GPUs."""
     elementwise_bandwidth: _Share
-    """Of the memory's bandwidth, by kernels that are no products of matrices. Caches make it more than 1."""
+    """Share of the memory bandwidth in kernels that are not matrix products. Caches raise it above
+    1."""
     mixed_decode_factor: Annotated[float, Meta(ge=1.0, le=10.0)]
-    """How much slower attention decodes beside a chunk (`Profile.mixed_decode_factor`)."""
+    """Factor by which attention decodes more slowly beside a chunk
+    (`Profile.mixed_decode_factor`)."""
 
 
 class MemoryModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What takes memory of a GPU besides weights and KV cache."""
+    """The memory of a GPU that is used by neither weights nor KV cache."""
 
     fixed_bytes: float
-    """Of the driver, the kernels and the allocator, on each GPU."""
+    """Memory of the driver, the kernels and the allocator on each GPU."""
     communication_bytes: float
-    """Besides that where there are several GPUs."""
+    """Additional memory on each of several GPUs."""
     sampler_bytes: float
-    """For each request and word of the vocabulary, while tokens are drawn."""
+    """Memory for each request and word of the vocabulary while tokens are sampled."""
     expert_bytes: float
-    """For each token of a step, in models with experts: their kernels' workspace."""
+    """Workspace for each token of a step in models with experts."""
     dense_error: float
-    """Share of a GPU's memory that was estimated wrong at worst, of models without experts."""
+    """Largest error for models without experts, as a share of a GPU's memory."""
     expert_error: float
-    """The same of models with experts."""
+    """Largest error for models with experts, as a share of a GPU's memory."""
 
     def error_of(self, shape: ModelShape) -> float:
-        """The error for a model, as a share of its GPU's memory."""
+        """Return the error for a model, as a share of its GPU's memory."""
         return self.dense_error if shape.experts is None else self.expert_error
 
 
 class StepError(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How far the times of steps were off at worst, as shares."""
+    """The largest errors of step times, as shares."""
 
     prefill: float
     decode: float
 
 
 class Fitted(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file of efficiencies: what was fitted, and how far estimates were off."""
+    """The file of efficiencies: fitted values, and errors of estimates."""
 
     gpus: dict[str, Efficiency]
     memory: MemoryModel
     measured: dict[str, StepError]
-    """By `kind_of` a model: worst errors on a GPU of which other models were measured."""
+    """Largest errors on a GPU with measurements of other models, by `kind_of` a model."""
     unmeasured: dict[str, StepError]
-    """By `kind_of` a model: worst errors on a GPU of which nothing was measured."""
+    """Largest errors on a GPU without measurements, by `kind_of` a model."""
 
 
 @cache
 def fitted() -> Fitted:
-    """What `python -m docs.estimates` has written."""
+    """Return the values that `python -m docs.estimates` has written."""
     return msgspec.convert(toml_in(Path(__file__).with_name("efficiencies.toml")), Fitted)
 
 
 def kind_of(shape: ModelShape, gpu: Gpu) -> str:
-    """Return which of `KINDS` a model is of: each kind is estimated with other errors."""
+    """Return the kind of a model, one of `KINDS`. Each kind has its own estimation errors."""
     if shape.latent is not None:
         return "latent"
     formats = {shape.linear_format, shape.expert_format}
@@ -160,7 +164,10 @@ def kind_of(shape: ModelShape, gpu: Gpu) -> str:
 
 
 def pooled(efficiencies: Mapping[str, Efficiency], gpu: Gpu) -> Efficiency:
-    """The geometric means over all GPUs but `gpu`; of the interconnect over those with its kind."""
+    """Return the geometric means over all GPUs except `gpu`.
+
+    The means of the interconnect cover only GPUs with the same kind of interconnect.
+    """
     others = {name: one for name, one in efficiencies.items() if name != gpu.name}
     alike = {
         name: one for name, one in others.items() if gpus()[name].peer_to_peer == gpu.peer_to_peer
@@ -175,7 +182,7 @@ def pooled(efficiencies: Mapping[str, Efficiency], gpu: Gpu) -> Efficiency:
 
 
 class Roofline(Struct, frozen=True, kw_only=True):
-    """One model on some GPUs of a kind, each of which has a share of every layer."""
+    """One model on several GPUs of one kind, each with a share of every layer."""
 
     shape: ModelShape
     gpu: Gpu
@@ -185,7 +192,9 @@ class Roofline(Struct, frozen=True, kw_only=True):
     context_tokens: int = CONTEXT_TOKENS
 
     def products_s(self, tokens: int) -> Seconds:
-        """Products of matrices of all layers but experts, for `tokens` tokens."""
+        """Return the time of the matrix products of all layers except experts, for `tokens`
+        tokens.
+        """
         shape, degree = self.shape, self.tensor_parallel
         total = shape.layers * sum(
             self._product_s(tokens, n, k, shape.linear_format)
@@ -199,14 +208,14 @@ class Roofline(Struct, frozen=True, kw_only=True):
         return total
 
     def experts_s(self, tokens: int) -> Seconds:
-        """All layers of experts, for `tokens` tokens; 0 if there are none."""
+        """Return the time of all expert layers for `tokens` tokens; 0 if there are none."""
         shape, experts = self.shape, self.shape.experts
         if experts is None:
             return 0.0
         efficiency = self.efficiency
         width = max(1, experts.inner // self.tensor_parallel)
         rows = tokens * experts.per_token
-        # Kernels for weights of 8 bits, too, reach no more than a share of the peak in 16 bits.
+        # Kernels for 8-bit weights also reach only a share of the 16-bit peak.
         peak = self.gpu.half_flops * efficiency.expert_compute * width / (width + EXPERT_WIDTH)
         packed = BYTES_A_WEIGHT[shape.expert_format] < 1.0
         share = efficiency.packed_bandwidth if packed else efficiency.expert_bandwidth
@@ -214,14 +223,16 @@ class Roofline(Struct, frozen=True, kw_only=True):
             self.expert_bytes_a_layer(tokens) / (self.gpu.memory_bytes_per_s * share),
             2.0 * rows * 3 * shape.hidden * width / peak,
         )
-        # The tokens of each expert are gathered, and its answers written and summed.
+        # The tokens of each expert are gathered, and its outputs are written and summed.
         moved = rows * (3 * shape.hidden + 3 * width) * _BYTES
         return experts.layers * (
             EXPERT_KERNELS * LAUNCH_S + seconds + moved / self.gpu.memory_bytes_per_s
         )
 
     def expert_bytes_a_layer(self, tokens: int) -> float:
-        """Bytes of the experts of one layer that are read for `tokens` tokens; 0 if there are none."""
+        """Return the bytes of one layer's experts that are read for `tokens` tokens; 0 without
+        experts.
+        """
         shape, experts = self.shape, self.shape.experts
         if experts is None:
             return 0.0
@@ -230,28 +241,29 @@ class Roofline(Struct, frozen=True, kw_only=True):
         return touched * 3 * shape.hidden * width * BYTES_A_WEIGHT[shape.expert_format]
 
     def elementwise_s(self, tokens: int) -> Seconds:
-        """Norms, positions and activations of all layers."""
+        """Return the time of norms, positions and activations of all layers."""
         shape, degree = self.shape, self.tensor_parallel
         heads = (shape.heads + shape.key_value_heads) / degree * shape.head_dim
         experts = shape.experts
         inner = shape.dense_layers * shape.dense_inner
         if experts is not None:
             inner += experts.layers * experts.shared_inner  # `experts_s` has those of the others
-        # Two norms that read and write state and residual, positions, an activation of two inputs.
+        # Two norms read and write state and residual; then come positions and an activation of two
+        # inputs.
         numbers = shape.layers * (8 * shape.hidden + 2 * heads) + 3 * inner / degree
         moved = tokens * numbers * _BYTES
         speed = self.gpu.memory_bytes_per_s * self.efficiency.elementwise_bandwidth
         return shape.layers * KERNELS_BESIDES * LAUNCH_S + moved / speed
 
     def head_s(self, sequences: int) -> Seconds:
-        """The output layer and the choice of tokens."""
+        """Return the time of the output layer and of sampling."""
         shape = self.shape
         rows = max(1, shape.vocabulary // self.tensor_parallel)
         drawn = sequences * shape.vocabulary * 4 * _BYTES / self.gpu.memory_bytes_per_s
         return self._product_s(sequences, rows, shape.hidden, "16bit") + drawn
 
     def all_reduce_s(self, tokens: int) -> Seconds:
-        """Both all-reduces of all layers; 0 on one GPU."""
+        """Return the time of both all-reduces of all layers; 0 on one GPU."""
         degree = self.tensor_parallel
         if degree == 1:
             return 0.0
@@ -262,7 +274,7 @@ class Roofline(Struct, frozen=True, kw_only=True):
 
     @property
     def pair_s(self) -> Seconds:
-        """Attention of one token of a chunk to one token before it, in all layers."""
+        """Time of attention of one token of a chunk to one token before it, in all layers."""
         shape = self.shape
         latent = shape.latent
         dims = 2 * shape.head_dim
@@ -270,7 +282,7 @@ class Roofline(Struct, frozen=True, kw_only=True):
             dims = latent.plain_dim + latent.rotary_dim + latent.value_dim
         operations = 2 * shape.heads / self.tensor_parallel * dims
         speed = self.gpu.half_flops * self.efficiency.prefill_compute
-        # In a window of W a prompt of n has nW - W*W/2 pairs in the place of n*n/2.
+        # In a window of W, a prompt of n tokens has nW - W*W/2 pairs instead of n*n/2.
         share = (
             min(1.0, shape.window_tokens / self.context_tokens) if shape.windowed_layers else 1.0
         )
@@ -279,11 +291,11 @@ class Roofline(Struct, frozen=True, kw_only=True):
 
     @property
     def decode_s_per_context_token(self) -> Seconds:
-        """Attention of one request that decodes to one token before it, in all layers."""
+        """Time of attention of one decoding request to one token before it, in all layers."""
         shape, efficiency = self.shape, self.efficiency
         read = self.kv_bytes_a_layer / (self.gpu.memory_bytes_per_s * efficiency.decode_bandwidth)
         if shape.latent is not None:
-            # All heads read one vector, with arithmetic enough to matter.
+            # All heads read one vector, with enough arithmetic to matter.
             dims = 2 * shape.latent.key_value_rank + shape.latent.rotary_dim
             operations = 2 * shape.heads / self.tensor_parallel * dims
             read = _blend(read, operations / (self.gpu.half_flops * efficiency.prefill_compute))
@@ -291,12 +303,14 @@ class Roofline(Struct, frozen=True, kw_only=True):
 
     @property
     def kv_bytes_a_layer(self) -> float:
-        """Bytes that a layer keeps of one token on each GPU."""
+        """Bytes that a layer stores for one token on each GPU."""
         numbers = self.shape.key_value_numbers(self.tensor_parallel)
         return numbers * (1 if self.kv_format == "fp8" else _BYTES)
 
     def step_s(self, tokens: int) -> Seconds:
-        """All that a step does for each token: layers without attention and communication."""
+        """Return the time of a step for its tokens: all layers without attention and
+        communication.
+        """
         return self.products_s(tokens) + self.experts_s(tokens) + self.elementwise_s(tokens)
 
     def _feed_forward_s(self, tokens: int, inner: int) -> Seconds:
@@ -306,7 +320,9 @@ class Roofline(Struct, frozen=True, kw_only=True):
         return up + self._product_s(tokens, shape.hidden, width, shape.linear_format)
 
     def _product_s(self, rows: int, outputs: int, inputs: int, weights: WeightFormat) -> Seconds:
-        """A product of `rows` by `inputs` with `inputs` by `outputs` numbers."""
+        """Return the time of a product of a `rows` x `inputs` and an `inputs` x `outputs`
+        matrix.
+        """
         efficiency = self.efficiency
         share = efficiency.fp8_compute if self._is_fp8(weights) else efficiency.linear_compute
         moved = outputs * inputs * BYTES_A_WEIGHT[weights] + rows * (outputs + inputs) * _BYTES
@@ -319,34 +335,36 @@ class Roofline(Struct, frozen=True, kw_only=True):
         return weights in {"fp8", "int8", "nvfp4"} and self._peak(weights) > self.gpu.half_flops
 
     def _peak(self, weights: WeightFormat) -> float:
-        """Operations per second with such weights; where a GPU cannot, they are unpacked to 16 bits."""
+        """Return the operations per second with such weights; unsupported weights are unpacked to
+        16 bits.
+        """
         gpu = self.gpu
         peaks = {"fp8": gpu.fp8_flops, "int8": gpu.int8_flops, "nvfp4": gpu.fp4_flops}
         return peaks.get(weights) or gpu.half_flops
 
 
 class Fit(Struct, frozen=True, kw_only=True):
-    """How a model fits into the memory of its GPUs."""
+    """The memory use of a model on its GPUs."""
 
     kv_tokens: int
     """Tokens that the KV cache of all GPUs together holds; 0 or less if the weights do not fit."""
     weight_bytes: float
-    """On each GPU."""
+    """Weights on each GPU in bytes."""
     other_bytes: float
-    """On each GPU: activations, buffers, driver."""
+    """Activations, buffers and driver on each GPU in bytes."""
 
 
 def memory_fit(
     roofline: Roofline, memory: MemoryModel, *, memory_share: float, sequences: int, batched: int
 ) -> Fit:
-    """How many tokens the KV cache holds with so many sequences and tokens in a step."""
+    """Return the memory use with `sequences` sequences and `batched` tokens in a step."""
     shape, degree = roofline.shape, roofline.tensor_parallel
     experts = shape.experts
     inner = max(
         shape.dense_inner,
         experts.per_token * experts.inner + experts.shared_inner if experts is not None else 0,
     )
-    # The feed-forward layer's two inputs and its product, beside state and residual.
+    # The feed-forward layer has two inputs and a product, beside state and residual.
     feed_forward = batched * (3 * inner / degree + 3 * shape.hidden) * _BYTES
     sampler = sequences * shape.vocabulary * memory.sampler_bytes
     workspace = batched * memory.expert_bytes if experts is not None else 0.0

@@ -1,1 +1,1 @@
-"""What a run is judged by, and how sure that is."""
+"""Measurements of runs, and their confidence intervals."""

@@ -1,4 +1,4 @@
-"""What the simulator leaves out, and which of its constants come from one set-up only."""
+"""Effects that the simulator does not model, and constants that come from one set-up only."""
 
 from collections.abc import Iterable
 from typing import Final
@@ -10,43 +10,46 @@ from sim.measurement.summaries import AssumptionSummary
 
 NOT_MODELLED: Final = (
     (
-        "Speculative decoding, but where `--engine` says so: then acceptance depends on no text and no "
-        "load, on the length of the context only as you tell it, and drafters take no KV cache."
+        "Speculative decoding, unless `--engine` enables it. Acceptance then depends neither on "
+        "the text nor on the load, and on the context length only as configured. Drafters use no "
+        "KV cache."
     ),
     (
-        "Mixtures of experts: layers cost the same whichever experts tokens go to, and no expert is "
-        "overloaded; a profile's curve of experts tells of tokens alone."
+        "Mixtures of experts: a layer costs the same for all experts, and no expert is "
+        "overloaded. A profile's expert curve depends on the number of tokens only."
     ),
     (
-        "KV cache outside the GPU, but where `--cache` says so: nothing else is offloaded, and nothing "
-        "fetched from other pods."
+        "KV cache outside the GPU, unless `--cache` enables it. No other data is offloaded, and "
+        "no blocks are fetched from other pods."
     ),
     (
-        "Prefill and decode on different pods, pipeline parallelism inside a pod, data parallelism but "
-        "where `--engine` says so, CUDA graphs of some batch sizes only."
+        "Prefill and decode on different pods, pipeline parallelism inside a pod, data "
+        "parallelism unless `--engine` enables it, and CUDA graphs for only some batch sizes."
     ),
     "Images, audio and video; structured output; several answers to one prompt.",
     (
-        "The processors of a pod: tokenising many prompts at once slows nothing down, and the front end "
+        "The CPUs of a pod: tokenising many prompts at once slows nothing down, and the front end "
         "takes the same time under any load."
     ),
     (
-        "The network's bandwidth, lost packets, gateways' own queues, and their retries beyond what the "
-        "picker has named."
+        "Network bandwidth, lost packets, queues in gateways, and retries beyond the endpoints "
+        "that the picker named."
     ),
-    "The tokenizer: the picker's estimate of tokens by bytes is exact here, live it is not.",
-    "Stopping early: an answer is as long as the trace says, whatever limit its client sent.",
+    "The tokenizer: the picker's token estimate from bytes is exact in the simulator, but not in production.",
+    "Stopping early: an answer is as long as the trace specifies, regardless of the limit that its client sent.",
 )
-"""A sentence each."""
+"""Effects that are not modelled, one text each; reports list them."""
 
 
 class Assumption(Struct, frozen=True, kw_only=True):
-    """A constant of `Profile` that comes from one set-up: a profile may say another."""
+    """A constant of `Profile` that was measured or assumed for one set-up. A profile can set
+    another value.
+    """
 
     field: str
     says: str
     factor: float
-    """From the unit of the field to that of the range."""
+    """Factor that converts the field's unit to the unit of the range."""
     unit: str
     low: float
     high: float
@@ -56,17 +59,18 @@ class Assumption(Struct, frozen=True, kw_only=True):
 ASSUMED: Final = (
     Assumption(
         field="frontend_s",
-        says="front end, a request",
+        says="front end per request",
         factor=1e3,
         unit="ms",
         low=5,
         high=20,
-        source="with the next, what unqueued requests of the llm-d guide optimized-baseline take "
-        "longer than their prefill: 55 to 85 ms at 7,200 tokens; how it divides is an assumption",
+        source="together with the next row, the time that unqueued requests of the llm-d guide "
+        "optimized-baseline take beyond their prefill: 55 to 85 ms at 7,200 tokens; the division "
+        "between the rows is an assumption",
     ),
     Assumption(
         field="frontend_s_per_token",
-        says="front end, a prompt token",
+        says="front end per prompt token",
         factor=1e6,
         unit="µs",
         low=5,
@@ -75,13 +79,13 @@ ASSUMED: Final = (
     ),
     Assumption(
         field="shared_context_factor",
-        says="cost of reading context that other requests of the batch read too",
+        says="relative cost of reading context that other requests of the batch also read",
         factor=1,
         unit="",
         low=0.5,
         high=1,
         source="fitted on the prefix-aware half of the llm-d guide; at 1 its throughput is 17 % "
-        "below the published",
+        "below the published throughput",
     ),
     Assumption(
         field="host_s",
@@ -94,12 +98,12 @@ ASSUMED: Final = (
     ),
     Assumption(
         field="skew",
-        says="how far a decode pass waits for its longest context",
+        says="share by which a decode pass waits for its longest context",
         factor=1,
         unit="",
         low=0,
         high=0.1,
-        source="0 on an RTX 4090, 0.05 to 0.1 on an RTX PRO 6000; not known of others",
+        source="0 on an RTX 4090, 0.05 to 0.1 on an RTX PRO 6000; not known for other GPUs",
     ),
     Assumption(
         field="adapter_load_s",
@@ -114,7 +118,7 @@ ASSUMED: Final = (
 
 
 def assumptions_of(profiles: Iterable[Profile]) -> list[AssumptionSummary]:
-    """As summaries have them: each constant with its value in every profile of the run."""
+    """Return a summary of each constant, with its value in every profile of the run."""
     known = {profile.name: profile for profile in profiles}
     return [
         AssumptionSummary(

@@ -1,18 +1,18 @@
-"""How sure a figure is, or a difference between two configurations: what was varied, and what follows.
+"""Confidence intervals of figures, and of differences between two configurations.
 
-Requests of one run depend on each other through queues and caches, so that nothing can be learnt
-from how they vary inside it. What is repeated is therefore the whole run: with other traffic of the
-same kind (`sim/traces/variation.py`) and other dice, the same for every configuration, so that what
-traffic does to all of them cancels out of their differences.
+Requests of one run depend on each other through queues and caches, so their variation inside a run
+gives no standard error. Therefore the whole run is repeated with other traffic of the same kind
+(`sim/traces/variation.py`) and another random seed. All configurations get the same traffic in a
+repetition, so that the effect of the traffic cancels out of their differences.
 
-Of generated traffic the K repetitions are independent draws: the mean over them is the figure, its
-standard error s / sqrt(K), Student's t with K - 1 degrees of freedom.
+The K repetitions of generated traffic are independent random draws. The figure is their mean. Its
+standard error is s / sqrt(K), with Student's t for K - 1 degrees of freedom.
 
-Of recorded traffic there is one sample, which the first repetition replays as it is and from which
-the others are resampled. The first is the figure. The others vary around what the sample says as the
-sample varies around the truth (Efron's bootstrap), so that their standard deviation is the standard
-error of the figure, Student's t with K - 2 degrees of freedom. More repetitions make that estimate
-better; they cannot make the trace longer.
+A recorded trace is a single sample. The first repetition replays it unchanged and gives the figure;
+the other repetitions replay resamples of it (Efron's bootstrap). The figures of the resamples vary
+around the figure of the sample as the sample varies around the truth. Their standard deviation is
+therefore the standard error of the figure, with Student's t for K - 2 degrees of freedom. More
+repetitions improve this estimate of the error, but they cannot lengthen the trace.
 """
 
 import math
@@ -25,69 +25,73 @@ from msgspec import Struct
 
 CONFIDENCE: Final = 0.95
 REPETITIONS_NEEDED: Final = 3
-"""Of two draws the interval exists and says nothing: Student's t is 12.7."""
+"""Minimum number of repetitions for an interval. With two draws Student's t is 12.7, so that an
+interval would say nothing."""
 BLOCKS_NEEDED: Final = 5
-"""Fewer blocks of a recorded trace could be drawn in too few ways."""
+"""Minimum number of blocks of a recorded trace. Fewer blocks allow too few different resamples."""
 
 
 class Varied(Struct, frozen=True, kw_only=True):
-    """What differs between the repetitions, of which there are `repetitions`."""
+    """The difference between the repetitions of a run, and the number of repetitions."""
 
     repetitions: int
     generated: bool
-    """The traffic is drawn anew each time; else all but the first are resampled from the first."""
+    """True if each repetition has its own random draw of the traffic. False if all but the first
+    resample the first."""
     blocks: int = 0
-    """Of which they are resampled."""
+    """Blocks of the recorded trace from which the repetitions are resampled."""
     cut: str = ""
-    """These in words: "30 blocks of 120 s"."""
+    """Blocks in words, for example "30 blocks of 120 s"."""
 
     @property
     def lacking(self) -> str:
-        """Why there are no intervals; "": there are."""
+        """Reason why there are no intervals, or "" if there are intervals."""
         if self.repetitions < REPETITIONS_NEEDED:
             seeds = f"{self.repetitions} seed{'' if self.repetitions == 1 else 's'}"
-            return f"{seeds}, {REPETITIONS_NEEDED} are needed"
+            return f"{seeds} given, confidence intervals need at least {REPETITIONS_NEEDED}"
         if not self.generated and self.blocks < BLOCKS_NEEDED:
-            return f"the trace has {self.cut}, {BLOCKS_NEEDED} are needed"
+            return f"the trace has {self.cut}, confidence intervals need at least {BLOCKS_NEEDED}"
         return ""
 
     @property
     def over(self) -> str:
-        """The units of the intervals, in words."""
+        """Units over which the intervals are computed, in words."""
         if self.generated:
-            return f"{self.repetitions} draws of the traffic"
+            return f"{self.repetitions} random draws of the traffic"
         return f"{self.repetitions - 1} resamples of {self.cut}"
 
 
 class Estimate(Struct, frozen=True, kw_only=True):
-    """A figure with its interval."""
+    """A figure with its 95 % confidence interval."""
 
     value: float
     low: float | None
-    """Ends of the 95 % interval; None: there is too little to tell from."""
+    """Ends of the 95 % confidence interval; None if there is too little data for an interval."""
     high: float | None
     lacking: str = ""
-    """Why there is no interval; "": there is one."""
+    """Reason why there is no interval, or "" if there is one."""
 
     @property
     def significant(self) -> bool:
-        """The interval does not hold 0."""
+        """True if the interval excludes 0."""
         return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
 
 
 class Difference(Struct, frozen=True, kw_only=True):
-    """One figure of a configuration less the same figure of the reference."""
+    """A figure of a configuration minus the same figure of the reference."""
 
     reference: float
-    """The figure of the reference itself."""
+    """Figure of the reference itself."""
     difference: Estimate
 
 
 def estimated(values: Sequence[float], varied: Varied) -> Estimate:
-    """A figure, from its value in each repetition; NaN: that run does not have it."""
+    """Return the estimate of a figure from its value in each repetition; NaN marks a run without
+    the figure.
+    """
     told = np.asarray(values, dtype=np.float64)
     value = float(told.mean() if varied.generated else told[0])
-    lacking = "not every run has it" if np.isnan(told).any() else varied.lacking
+    lacking = "some runs do not have this figure" if np.isnan(told).any() else varied.lacking
     if lacking:
         return Estimate(value=value, low=None, high=None, lacking=lacking)
     spread = told if varied.generated else told[1:]
@@ -95,16 +99,18 @@ def estimated(values: Sequence[float], varied: Varied) -> Estimate:
     if varied.generated:
         error /= math.sqrt(len(spread))
     else:
-        # Of B blocks drawn with replacement the variance is too small by 1 / B.
+        # The variance of B blocks drawn with replacement is too small by 1 / B.
         error *= math.sqrt(varied.blocks / (varied.blocks - 1))
     half = student_t(CONFIDENCE, len(spread) - 1) * error
     return Estimate(value=value, low=value - half, high=value + half)
 
 
 def confidence_limit(values: Sequence[float], varied: Varied, *, upper: bool) -> float | None:
-    """The end of the one-sided 95 % interval, above or below; None: there is too little to tell from.
+    """Return the end of the one-sided 95 % confidence interval, above or below; None with too
+    little data.
 
-    Nearer to the figure than the ends of `estimated`, which leave 2.5 % on either side.
+    This limit is nearer to the figure than the ends of `estimated`, which leave 2.5 % on either
+    side.
     """
     found = estimated(values, varied)
     if found.high is None:
@@ -116,11 +122,13 @@ def confidence_limit(values: Sequence[float], varied: Varied, *, upper: bool) ->
 
 
 def prediction_limit(values: Sequence[float], varied: Varied, *, upper: bool) -> float | None:
-    """Return the limit that one more repetition keeps 19 times out of 20; None if there are too few.
+    """Return the limit that one more repetition meets 19 times out of 20; None if there are too
+    few.
 
-    Of generated traffic it is the one-sided 95 % prediction limit for a fresh draw: the mean plus or
-    minus t s sqrt(1 + 1 / K), where `confidence_limit` has t s sqrt(1 / K) (NIST/SEMATECH e-Handbook,
-    7.2.6). Of a recording both are one, because resamples vary as much as the figure may be off.
+    The limit for generated traffic is the one-sided 95 % prediction limit of a new random draw: the
+    mean plus or minus t s sqrt(1 + 1 / K), where `confidence_limit` has t s sqrt(1 / K)
+    (NIST/SEMATECH e-Handbook, 7.2.6). Both limits are equal for a recording, because resamples vary
+    as much as the figure may be wrong.
     """
     limit = confidence_limit(values, varied, upper=upper)
     if limit is None or not varied.generated:
@@ -134,7 +142,10 @@ def compare_runs(
     other: Sequence[Mapping[str, float]],
     varied: Varied,
 ) -> dict[str, Difference]:
-    """Every figure; `reference[k]` and `other[k]` are repetition k: the same requests and times."""
+    """Return the difference of every figure.
+
+    `reference[k]` and `other[k]` are repetition k, with the same requests at the same times.
+    """
     assert len(reference) == len(other) == varied.repetitions
     return {
         name: Difference(
@@ -152,9 +163,10 @@ def compare_runs(
 
 
 def student_t(confidence: float, freedom: int) -> float:
-    """Two-sided quantile of Student's t with `freedom` of at least 1.
+    """Return the two-sided quantile of Student's t with `freedom` of at least 1.
 
-    Exact for 1 and 2 degrees; from 3 on Cornish and Fisher's expansion, at most 0.8 % too small.
+    It is exact for 1 and 2 degrees of freedom. From 3 on it is Cornish and Fisher's expansion,
+    which is at most 0.8 % too small.
     """
     if freedom == 1:
         return math.tan(math.pi * confidence / 2)

@@ -1,4 +1,4 @@
-"""What a run has shown, in numbers: one ruler for replay, compare and sweep."""
+"""The measurements of a run, shared by replay, compare and sweep."""
 
 import math
 import struct
@@ -44,27 +44,30 @@ COLUMNS: Final = (
     "cached_tokens",
     "output_tokens",
 )
-"""Of `Series`."""
+"""Columns of `Series`."""
 
 PERCENTILES: Final = (50, 90, 95, 99)
 WARM_UP_S_MAX: Final[Seconds] = 300.0
-"""Half of the reuse in the published traces comes within 123 s, nine tenths within 480 s."""
+"""Upper limit of the default warm-up. In the published traces half of the reuse comes within 123 s
+and nine tenths within 480 s."""
 WARM_UP_SHARE: Final = 0.1
-"""Of the arrivals; what is shorter than 600 s is too short to lose any."""
+"""Default warm-up as a share of the time over which requests arrive. A run shorter than 600 s has
+no warm-up."""
 WARM_UP_FROM_S: Final[Seconds] = 600.0
 OUTPUT_WEIGHT: Final = 10.0
-"""Prompt tokens that take a pod as long as one output token, roughly, on the built-in profiles with a
-full batch. It only decides which part of the traffic counts as the busiest."""
+"""Approximate number of prompt tokens that take a pod as long as one output token, on the built-in
+profiles with a full batch. It only decides which part of the traffic is the busiest."""
 _TOKENS_SHARE_MIN: Final = 0.1
-"""Of all output tokens: with fewer before the last arrival there is no steady part."""
+"""Minimum share of the output tokens that a steady part must have. A run with a smaller share
+before the last arrival has no steady part."""
 _DIGEST_ROW: Final = struct.Struct("<qiidddqq")
 _FATES: Final = tuple(Fate)
 
 
 class Targets(Struct, frozen=True, kw_only=True):
-    """A request is good if its first token came in `ttft_s` and each later one in `tpot_s`.
+    """Latency limits of a good request: `ttft_s` for the first token, `tpot_s` for each later one.
 
-    The definition of `goodput` in kubernetes-sigs/inference-perf.
+    The definition is that of `goodput` in kubernetes-sigs/inference-perf.
     """
 
     ttft_s: Seconds = 2.0
@@ -72,32 +75,35 @@ class Targets(Struct, frozen=True, kw_only=True):
 
 
 class Window(Struct, frozen=True, kw_only=True):
-    """The steady part of a run, from which throughput and the gaps between tokens are taken.
+    """The steady part of a run, in which throughput and the gaps between tokens are measured.
 
-    Caches start cold, and after the last arrival pods run empty: neither is how a pool serves.
-    Latencies, hits and goodput are of the requests that arrive after the warm-up.
+    Caches are cold at the start, and pods run empty after the last arrival. Neither shows how a
+    pool serves. Latencies, hits and goodput cover the requests that arrive after the warm-up.
     """
 
     warm_up_s: Seconds
-    """Before this nothing is counted but how requests ended."""
+    """Length of the warm-up. Only the results of requests are counted in it."""
     start_s: Seconds
     end_s: Seconds
-    """The last arrival, or the end of a run that had hardly begun to answer by then."""
+    """Last arrival, or the end of the run if it has no steady part."""
     drain_s: Seconds
-    """From there to the last answer."""
+    """Time from the last arrival to the last answer."""
 
 
 class Series:
-    """Completed requests of one run, a column each, in the order in which they ended.
+    """Columns of the completed requests of one run, in the order in which the requests ended.
 
-    Columns are float64[n] in seconds and tokens. Where requests are left out a column is made when it is asked for
-    and not kept: of a million requests all eight would be 64 MB.
+    A column is float64[n], in seconds or tokens. If requests are left out, each access computes the
+    column anew, because storing all eight columns of a million requests would need 64 MB.
     """
 
     __slots__ = ("_columns", "_keep")
 
     def __init__(self, columns: Mapping[str, Floats], keep: Bools | None = None) -> None:
-        """`columns` of `COLUMNS`, equally long; `keep`: bool of each request, None: all."""
+        """Wrap `columns`, equally long arrays with the names `COLUMNS`.
+
+        `keep` is bool[n] and selects requests; None selects all.
+        """
         self._columns = columns
         self._keep = keep
 
@@ -107,7 +113,7 @@ class Series:
         return len(self._columns[COLUMNS[0]])
 
     def __reduce__(self) -> tuple[type["Series"], tuple[dict[str, Floats]]]:
-        # To another process goes what was asked for.
+        # Another process receives only the selected requests.
         return Series, ({name: self._column(name) for name in COLUMNS},)
 
     @property
@@ -120,7 +126,7 @@ class Series:
 
     @property
     def tpot_s(self) -> Floats:
-        """NaN for an answer of one token."""
+        """Mean time per output token after the first; NaN for an answer of one token."""
         return self._column("tpot_s")
 
     @property
@@ -157,19 +163,21 @@ class Series:
 
 
 def mean(values: Floats) -> float:
-    """NaN-free mean; NaN if there is nothing to average."""
+    """Return the mean of all values that are not NaN; NaN if there are none."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else math.nan
 
 
 def percentile(values: Floats, rank: float) -> float:
-    """Of what is known, with linear interpolation; NaN if nothing is."""
+    """Return a percentile of all values that are not NaN, linearly interpolated; NaN if there are
+    none.
+    """
     known = values[~np.isnan(values)]
     return float(np.percentile(known, rank)) if len(known) else math.nan
 
 
 def spread(loads: Sequence[float]) -> Spread:
-    """How unequal the loads of the pods are."""
+    """Return how unequal the loads of the pods are; all figures are None if the mean is 0."""
     values = np.array(loads, dtype=np.float64)
     average = float(values.mean()) if len(values) else 0.0
     if not average:
@@ -182,7 +190,7 @@ def spread(loads: Sequence[float]) -> Spread:
 
 
 class PodLoad(Struct):
-    """What one pod was given and what it found in its cache."""
+    """The requests and tokens of one pod, and the prompt tokens found in its cache."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -191,7 +199,9 @@ class PodLoad(Struct):
 
 
 class Measures:
-    """Takes each request as it ends. Memory: 64 bytes a completed request."""
+    """The measurements of one run. Each request is added when it ends; a completed one takes 64
+    bytes.
+    """
 
     def __init__(
         self,
@@ -202,31 +212,33 @@ class Measures:
         warm_up_s: Seconds | None = None,
         busiest_s: Seconds | None = None,
     ) -> None:
-        """`predicting`: the policy estimates caches. `by_session`: it goes by sessions alone.
+        """Start with no requests.
 
-        `warm_up_s` is left out; None: by how long requests arrive, as the constants above say.
-        `busiest_s` is the length of the busiest part; None if the summary needs none.
+        `predicting` is True if the policy estimates caches, `by_session` if it uses only sessions.
+        `warm_up_s` is excluded from the figures; None derives it from how long requests arrive, by
+        the constants above. `busiest_s` is the length of the busiest part; None if the summary
+        needs none.
         """
         self.targets = targets
         self.gaps = TokenGaps()
-        """To be told of every step of every pod."""
+        """Gaps between tokens. The caller adds every step of every pod."""
         self._warm_up_s = warm_up_s
         self._latest_s = 0.0
         self._busiest_s = busiest_s
         self._lost_at_s = array("d")
-        """When those arrived that were not completed."""
+        """Arrival times of the requests that were not completed."""
         self._lost_work = array("d")
-        """What each of them asked for, as `_work`."""
+        """Work of each of these requests, in the unit of `OUTPUT_WEIGHT`."""
         self._too_long: dict[str, int] = {}
-        """What nothing could serve, by why, in words."""
+        """Number of requests that no pod could serve, by the exceeded limit in words."""
         self._predicting = predicting
         self._by_session = by_session
         self._with_session = 0
         self.failing_plugins: list[FailingPlugin] = []
-        """Of every replica, once the run is over."""
+        """Failing plug-ins of every replica, set at the end of the run."""
         self.fates: dict[Fate, int] = dict.fromkeys(Fate, 0)
         self.refusals: dict[str, int] = {}
-        """By reason, as `failures`."""
+        """Number of refused requests by reason. `failures` has the same form."""
         self.failures: dict[str, int] = {}
         self.pods: dict[str, PodLoad] = {}
         self.preemptions = 0
@@ -277,20 +289,20 @@ class Measures:
             self._count_too_long(request)
 
     def series(self) -> Series:
-        """The columns of what was completed."""
+        """Return the columns of all completed requests."""
         columns = self._columns
-        # An empty buffer is none to numpy.
+        # numpy rejects an empty buffer.
         read = np.frombuffer if columns["ttft_s"] else np.array
         return Series({name: read(values) for name, values in columns.items()})
 
     def steady_series(self) -> Series:
-        """Without those that arrived during the warm-up."""
+        """Return the completed requests without those that arrived during the warm-up."""
         warm_up_s = self.warm_up_s
         return self.series().since(warm_up_s) if warm_up_s > 0.0 else self.series()
 
     @property
     def warm_up_s(self) -> Seconds:
-        """The one in effect."""
+        """Effective warm-up: the configured one, or else the one derived from the arrivals."""
         if self._warm_up_s is not None:
             return self._warm_up_s
         if self._latest_s < WARM_UP_FROM_S:
@@ -298,7 +310,7 @@ class Measures:
         return min(WARM_UP_S_MAX, WARM_UP_SHARE * self._latest_s)
 
     def window(self) -> tuple[Window, Gaps]:
-        """The steady part, and what pods gave out in it."""
+        """Return the steady part of the run, and the token gaps in it."""
         series = self.series()
         ended_s = float((series.arrived_s + series.e2e_s).max()) if len(series) else 0.0
         steady, whole = self.gaps.within(self.warm_up_s, self._latest_s), self.gaps.whole()
@@ -314,11 +326,13 @@ class Measures:
 
     @property
     def digest(self) -> str:
-        """Of everything that happened to every request, in order: equal only for equal runs."""
+        """Hash over everything that happened to every request, in order. Only equal runs have equal
+        digests.
+        """
         return self._digest.hexdigest()
 
     def summary(self) -> RunSummary:
-        """The numbers."""
+        """Return all measurements of the run."""
         everything, series = self.series(), self.steady_series()
         window, gaps = self.window()
         prompt_tokens, cached_tokens = series.prompt_tokens.sum(), series.cached_tokens.sum()
@@ -368,24 +382,24 @@ class Measures:
         )
 
     def _warnings(self, sent: int) -> list[str]:
-        """What would mislead whoever reads the other numbers: sentences."""
+        """Return sentences about what would mislead a reader of the other numbers."""
         failures: dict[str, int] = {}
         did: dict[str, str] = {}
         for failing in self.failing_plugins:
             failures[failing.name] = failures.get(failing.name, 0) + failing.failures
             did[failing.name] = failing.what
         warnings = [
-            f"{count:,} of {sent:,} requests ({count / sent:.1%}) are longer than {limit} and "
-            "failed at once: latencies and throughput do not count them."
+            f"{count:,} of {sent:,} requests ({count / sent:.1%}) exceed {limit} and "
+            "failed at once. Latencies and throughput do not count them."
             for limit, count in self._too_long.items()
         ]
         warnings += [
-            f"{name} failed {'once' if count == 1 else f'{count:,} times'}, "
-            f"requests were routed without it: {did[name]}."
+            f"{name} failed {'once' if count == 1 else f'{count:,} times'}. "
+            f"The picker routed requests without it: {did[name]}."
             for name, count in failures.items()
         ]
         if self._by_session and sent and not self._with_session:
-            warnings.append("No request named a session: session affinity chose at random.")
+            warnings.append("No request has a session, so session affinity chose pods at random.")
         return warnings
 
     def _count_complete(self, request: SimulatedRequest, ttft_s: Seconds, cached: int) -> None:
@@ -414,13 +428,13 @@ class Measures:
         load.output_tokens += arrival.output_tokens
 
     def _count_age(self, request: SimulatedRequest) -> None:
-        """How old what the picker knew of the chosen pod was when it chose."""
+        """Add the age of the chosen pod's metrics at the time of the decision."""
         if request.metrics_age_s < math.inf:
             self._age_s_sum += request.metrics_age_s
             self._ages += 1
 
     def _count_too_long(self, request: SimulatedRequest) -> None:
-        """Name what limits: the profile, and by how many tokens."""
+        """Count a request that exceeds a limit of the profile, by the limit in words."""
         if request.pod is None:
             return
         kind = request.pod.kind
@@ -435,7 +449,7 @@ class Measures:
             self._too_long[limit] = self._too_long.get(limit, 0) + 1
 
     def _busiest(self) -> PartSummary | UnsetType:
-        """Return the part after the warm-up in which requests arrived that asked for most work."""
+        """Return the part after the warm-up in which the arriving requests have the most work."""
         if self._busiest_s is None:
             return UNSET
         series = self.steady_series()
@@ -465,14 +479,16 @@ class Measures:
         )
 
     def _goodput(self, series: Series, window: Window) -> Goodput:
-        """Of all requests that were sent after the warm-up: who was not answered was not served."""
+        """Return the goodput over all requests sent after the warm-up; a request without an answer
+        is not good.
+        """
         lost = sum(1 for at_s in self._lost_at_s if at_s >= window.warm_up_s)
         return self._goodput_of(series, lost, window.end_s - window.start_s)
 
     def _goodput_of(self, series: Series, lost: int, length_s: Seconds) -> Goodput:
-        """Return the goodput of `series` and of `lost` requests besides, over `length_s`."""
+        """Return the goodput of `series` plus `lost` lost requests, over `length_s`."""
         in_time = series.ttft_s <= self.targets.ttft_s
-        # An answer of one token has no second one that could be late.
+        # An answer of one token has no later token that could miss the target.
         fast = ~(series.tpot_s > self.targets.tpot_s)
         good = int(np.count_nonzero(in_time & fast))
         sent = len(series) + lost
@@ -485,16 +501,16 @@ class Measures:
 
 
 def _input_tokens(series: Series, window: Window) -> float:
-    """Prompt tokens of the requests whose first token came in the window."""
+    """Return the prompt tokens of the requests whose first token came in the window."""
     first_s = series.arrived_s + series.ttft_s
     inside = (first_s >= window.start_s) & (first_s <= window.end_s)
     return float(series.prompt_tokens[inside].sum())
 
 
 def figures_of(summary: ComparedRun) -> dict[str, float]:
-    """What runs are compared by; NaN: this run does not have it.
+    """Return the figures by which runs are compared; NaN if the run does not have a figure.
 
-    Pod-hours are of a whole run, and its choice only under an autoscaler.
+    Only whole runs report pod-hours, and only with an autoscaler, because otherwise they are fixed.
     """
     told = {
         "ttft_mean_s": summary.ttft_s.mean,
@@ -517,7 +533,10 @@ def figures_of(summary: ComparedRun) -> dict[str, float]:
 
 
 def ttft_of(request: SimulatedRequest) -> Seconds:
-    """Time to first token as the client sees it: the way back takes as long as the way there."""
+    """Return the time to first token that the client sees; NaN if there was none.
+
+    The network delay of the answer equals that of the request.
+    """
     if request.first_token_at is None or request.routed_at is None:
         return math.nan
     network_s = request.routed_at - request.arrived_at
@@ -525,7 +544,7 @@ def ttft_of(request: SimulatedRequest) -> Seconds:
 
 
 def tpot_of(request: SimulatedRequest) -> Seconds:
-    """Mean time of each output token after the first; NaN if there was no other."""
+    """Return the mean time of each output token after the first; NaN if there was only one."""
     first, last = request.first_token_at, request.finished_at
     if first is None or last is None or request.arrival.output_tokens < 2:
         return math.nan
@@ -533,7 +552,7 @@ def tpot_of(request: SimulatedRequest) -> Seconds:
 
 
 def queue_of(request: SimulatedRequest) -> Seconds:
-    """From the engine's queue to the first step; NaN if it never got there."""
+    """Return the time from the engine's queue to the first step; NaN if the request never ran."""
     engine = request.engine
     if engine is None or engine.scheduled_at is None or request.submitted_at is None:
         return math.nan
@@ -541,7 +560,7 @@ def queue_of(request: SimulatedRequest) -> Seconds:
 
 
 def distribution(values: Floats) -> Distribution:
-    """Of what is known; null if nothing is."""
+    """Return mean and percentiles of all values that are not NaN; None each if there are none."""
     known = values[~np.isnan(values)]
     if not len(known):
         return Distribution(mean=None, p50=None, p90=None, p95=None, p99=None)
@@ -550,20 +569,20 @@ def distribution(values: Floats) -> Distribution:
 
 
 def rounded(value: float) -> float | None:
-    """`six_digits`; None for NaN."""
+    """Return `value` with six significant digits; None for NaN."""
     return None if math.isnan(value) else six_digits(value)
 
 
 def six_digits(value: float) -> float:
-    """Significant ones: what is told is read by people too."""
+    """Return `value` with six significant digits, because people also read summaries."""
     return float(f"{float(value):.6g}")
 
 
 def busiest_from_s(times_s: Floats, work: Floats, length_s: Seconds) -> Seconds:
-    """Return where the stretch of `length_s` with the most work begins; 0 if nothing arrives.
+    """Return the start of the stretch of `length_s` with the most work; 0 if nothing arrives.
 
-    `times_s` and `work` are float64[n], the arrival of each request in seconds and its work in any
-    unit. Stretches begin with a request; of several equals the first is taken.
+    `times_s` and `work` are float64[n]: the arrival of each request in seconds, and its work in any
+    unit. A stretch begins with a request. The first of several equal stretches is returned.
     """
     if not len(times_s):
         return 0.0

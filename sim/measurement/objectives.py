@@ -1,9 +1,10 @@
-"""Limits that a service must keep (SLOs), and whether repeated runs show that it keeps them.
+"""Limits that a service must keep (SLOs), and the test whether repeated runs show that it keeps
+them.
 
-A bound is kept if the 95 % limit of its figure lies within it (`intervals.prediction_limit`):
-one more repetition of the whole run, with other traffic, keeps it 19 times out of 20. All bounds are
-kept if each of them is: whoever claims all only if each is shown with 95 % is wrong at most 5 % of the
-time, whatever their number (an intersection-union test), so that nothing is divided between them.
+A bound is kept if the 95 % limit of its figure is within the bound (`intervals.prediction_limit`).
+One more repetition of the whole run, with other traffic, then keeps it 19 times out of 20. All
+bounds are kept if each of them is. This joint claim is wrong at most 5 % of the time for any number
+of bounds (an intersection-union test), so the error probability is not divided among them.
 """
 
 import math
@@ -25,7 +26,7 @@ _TIMES: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "itl": ("itl_s", ("mean", "p50", "p99")),
     "e2e": ("e2e_s", _RANKS),
 }
-"""Name in a bound -> field of a run, and which of its ranks a run has."""
+"""Field of a run, and the ranks that the run has, by the name in a bound."""
 GOODPUT: Final = "goodput"
 LOST: Final = "lost"
 SHARES: Final = (GOODPUT, LOST)
@@ -35,19 +36,20 @@ NAMES: Final = (
     GOODPUT,
     LOST,
 )
-"""Of what there may be bounds. Times are at most so many seconds; goodput is at least such a share of
-the requests, lost at most such a share of them: refused, failed or given up."""
+"""Names of all bounds. Times are upper limits in seconds. `goodput` is a lower limit for the share
+of good requests; `lost` is an upper limit for the share of requests that were refused, failed or
+aborted."""
 LOST_SHARE_MAX: Final = 0.01
-"""Where nothing is said of it: percentiles are of requests that were answered, and a pool that
+"""Bound for `lost` if none is given. Percentiles cover only answered requests, so a pool that
 refuses the others would look fast."""
 
 
 class ObjectiveError(ValueError):
-    """A bound is none: one sentence."""
+    """The text of a bound is invalid. The message is one sentence."""
 
 
 class Bound(Struct, frozen=True, kw_only=True):
-    """One figure, and how far it may go."""
+    """A limit for one figure."""
 
     name: str
     """One of `NAMES`."""
@@ -55,20 +57,22 @@ class Bound(Struct, frozen=True, kw_only=True):
 
     @property
     def at_least(self) -> bool:
-        """More is better."""
+        """True if more is better."""
         return self.name == GOODPUT
 
     @property
     def best(self) -> float:
-        """What no run can be better than."""
+        """Best value that a run can reach."""
         return 1.0 if self.at_least else 0.0
 
     def kept_by(self, value: float) -> bool:
-        """NaN, which is of runs that do not have the figure, keeps nothing."""
+        """Return whether a figure is within the limit. NaN, the figure of a run without it, is
+        never within.
+        """
         return value >= self.limit if self.at_least else value <= self.limit
 
     def value_of(self, run: ComparedRun | PartSummary) -> float:
-        """The figure of one run, or of a part of it; NaN: it does not have it."""
+        """Return the figure of a run or of a part of it; NaN if it has none."""
         if self.name == LOST:
             return run.requests.share_lost
         if self.name == GOODPUT:
@@ -79,14 +83,14 @@ class Bound(Struct, frozen=True, kw_only=True):
         return math.nan if told is None else told
 
     def used(self, value: float) -> float:
-        """How much of what is allowed is used: 1 is all, above it the bound is broken."""
+        """Return the used share of the bound: 1 is at the limit, above 1 the bound is broken."""
         if not self.at_least:
             return value / self.limit if self.limit else math.inf if value else 0.0
         return (1 - value) / (1 - self.limit) if self.limit < 1 else math.inf if value < 1 else 0.0
 
 
 def bounds_in(text: str) -> tuple[Bound, ...]:
-    """`ttft-p90=2,goodput=0.99` and the like; `lost` besides if it is not named.
+    """Parse bounds such as `ttft-p90=2,goodput=0.99`; add the default of `lost` if it is missing.
 
     Raises `ObjectiveError`.
     """
@@ -99,7 +103,8 @@ def bounds_in(text: str) -> tuple[Bound, ...]:
             limit = math.nan
         if name not in NAMES or not equals:
             raise ObjectiveError(
-                f"{part.strip()!r} is no bound; expected NAME=LIMIT with one of {', '.join(NAMES)}"
+                f"{part.strip()!r} is not a bound; expected NAME=LIMIT with one of "
+                f"{', '.join(NAMES)}"
             )
         highest = 1.0 if name in SHARES else 86_400.0
         lowest = 0.0 if name == LOST else 1e-6
@@ -108,7 +113,7 @@ def bounds_in(text: str) -> tuple[Bound, ...]:
                 f"{name}={number}: expected a number from {lowest:g} to {highest:g}"
             )
         if name in found:
-            raise ObjectiveError(f"{name} is bounded twice: expected once")
+            raise ObjectiveError(f"{name} has two bounds; expected one")
         found[name] = Bound(name=name, limit=limit)
     found.setdefault(LOST, Bound(name=LOST, limit=LOST_SHARE_MAX))
     return tuple(found.values())
@@ -117,9 +122,10 @@ def bounds_in(text: str) -> tuple[Bound, ...]:
 def bound_summaries(
     bounds: Sequence[Bound], runs: Sequence[ComparedRun], varied: Varied
 ) -> list[BoundSummary]:
-    """Return how repetitions of one thing stand to each bound: all of the traffic, then its busiest part.
+    """Return the result for each bound over repeated runs: for all traffic first, then for its
+    busiest part.
 
-    The busiest part is judged where every run tells it.
+    The busiest part is judged only if every run reports it.
     """
     parts = _busiest_of(runs)
     found = [bound_summary(bound, runs, varied) for bound in bounds]
@@ -129,7 +135,7 @@ def bound_summaries(
 
 
 def _busiest_of(runs: Sequence[ComparedRun]) -> list[PartSummary]:
-    """Return the busiest part of each run; none if a run does not tell it."""
+    """Return the busiest part of each run, or none if a run does not report it."""
     parts = [run.busiest for run in runs if run.busiest is not UNSET]
     return parts if len(parts) == len(runs) else []
 
@@ -137,7 +143,7 @@ def _busiest_of(runs: Sequence[ComparedRun]) -> list[PartSummary]:
 def bound_summary(
     bound: Bound, runs: Sequence[ComparedRun] | Sequence[PartSummary], varied: Varied
 ) -> BoundSummary:
-    """How `runs`, which are repetitions of one thing, stand to a bound."""
+    """Return the result for one bound over `runs`, which are repetitions of one configuration."""
     values = [bound.value_of(run) for run in runs]
     found = estimated(values, varied)
     limit = prediction_limit(values, varied, upper=not bound.at_least)
@@ -159,10 +165,11 @@ def bound_summary(
 def cannot_be_kept(
     bounds: Sequence[Bound], runs: Sequence[ComparedRun], *, repetitions: int, generated: bool
 ) -> bool:
-    """Whether some bound is broken whatever the repetitions show that are still to come.
+    """Return whether some bound is broken regardless of the repetitions that are still to come.
 
-    Of recorded traffic the figure is that of the first; of generated traffic it is the mean, to
-    which the others can add nothing better than the best. The interval ends on its wrong side.
+    The figure of recorded traffic is that of the first repetition. The figure of generated traffic
+    is the mean, to which each missing repetition can add at most the best value. The limit lies on
+    the worse side of the figure, so it breaks the bound as well.
     """
     parts: list[Sequence[ComparedRun] | Sequence[PartSummary]] = [runs, _busiest_of(runs)]
     for bound, part in product(bounds, parts):

@@ -1,6 +1,7 @@
-"""The arithmetic of a leaderboard: who is in the running, how far each is behind, and all in all.
+"""The arithmetic of a leaderboard: eligible strategies, their distance from the best, and totals.
 
-Figures in, ranks out: no files, no runs, no dice. What a board says of who is better is said here.
+The functions take figures and return ranks. They use no files, runs or random numbers. Every
+statement of a board about which strategy is better is computed here.
 """
 
 import math
@@ -32,29 +33,31 @@ MEASURES: Final[Mapping[str, bool]] = MappingProxyType(
         "imbalance": False,
     }
 )
-"""What is told of each case -> whether more is better. `imbalance`: how many times the mean of all
-pods' requests the busiest pod had."""
+"""Measures of each case, with True if more is better. `imbalance` is the number of requests of the
+busiest pod divided by the mean of all pods."""
 JUDGED: Final = ("e2e_mean_s", "ttft_p90_s", "ttft_p99_s", "itl_p99_s", "output_tokens_per_s")
-"""By which cases are summed up."""
+"""Measures by which cases are summed up."""
 RANKED_BY: Final = JUDGED[0]
 GOODPUT: Final = "goodput"
-"""A share, which may be 0: of it the mean over the cases is told, and not how many times the best it is."""
+"""Name of the share of good requests. The share may be 0, so boards show its mean over the cases
+instead of a ratio to the best."""
 LOST_MORE_MAX: Final = 0.01
-"""Of its requests: who loses more than the one who loses least is not in the running, for figures
-are of answers."""
+"""Maximum excess of lost requests, as a share of all requests, over the strategy that loses least.
+A strategy above it is not eligible, because figures cover only answered requests."""
 BEHIND: Final = 1.05
-"""So many times as bad as the best, and beyond its interval, is behind."""
+"""Minimum ratio to the best from which a strategy counts as behind, if it is also outside the
+interval."""
 
 WITHOUT_ADAPTERS: Final = "without_adapters"
 HELD_WITHOUT_ADAPTERS: Final = "hold_outs_without_adapters"
 ALL: Final = "all"
 SCOPES: Final = (WITHOUT_ADAPTERS, HELD_WITHOUT_ADAPTERS, ALL)
-"""Over which cases a board sums up: where adapters are loaded, who knows of them is so far ahead that
-a mean over all cases says little of the others."""
+"""Groups of cases over which a board sums up. Where adapters are loaded, strategies that know
+adapters are far ahead, so a mean over all cases would say little about the others."""
 
 
 def scopes_of(cases: Iterable[CaseSummary]) -> dict[str, frozenset[str]]:
-    """Scope -> names of its cases; only scopes that have any."""
+    """Return the names of each scope's cases; scopes without cases are left out."""
     listed = list(cases)
     plain = frozenset(case.name for case in listed if not case.max_loras)
     held = frozenset(case.name for case in listed if case.hold_out)
@@ -63,13 +66,16 @@ def scopes_of(cases: Iterable[CaseSummary]) -> dict[str, frozenset[str]]:
 
 
 def in_the_running(shares_lost: Mapping[str, float]) -> list[str]:
-    """Of strategies -> share of their requests without an answer, those who lose hardly more than need be."""
+    """Return the strategies that lose at most `LOST_MORE_MAX` more than the one that loses least.
+
+    `shares_lost` is the share of requests without an answer, by strategy.
+    """
     least = min(shares_lost.values(), default=0.0)
     return [name for name, lost in shares_lost.items() if lost <= least + LOST_MORE_MAX]
 
 
 def best_of(values: Mapping[str, float], measure: str) -> list[str]:
-    """Of strategies -> figure, those with the best one, all of equals; none if nobody has it."""
+    """Return all strategies with the best figure; none if no strategy has the figure."""
     known = [value for value in values.values() if not math.isnan(value)]
     if not known:
         return []
@@ -78,7 +84,11 @@ def best_of(values: Mapping[str, float], measure: str) -> list[str]:
 
 
 def times_as_bad(value: float, best: float, measure: str) -> float | None:
-    """How many times as much as the best takes, or as little as it gives; None: it cannot be told."""
+    """Return how many times as bad as the best a value is; None if one of them is not finite or not
+    above 0.
+
+    It is the ratio to the best if less is better, and the inverse ratio if more is better.
+    """
     worse, better = (best, value) if MEASURES[measure] else (value, best)
     if not (math.isfinite(worse) and math.isfinite(better) and worse > 0 and better > 0):
         return None
@@ -86,13 +96,13 @@ def times_as_bad(value: float, best: float, measure: str) -> float | None:
 
 
 def is_level(row: StandingSummary, measure: str) -> bool:
-    """It is the best, or within the interval of the best, and in the running."""
+    """Return whether a row is eligible, and is the best or within the interval of the best."""
     behind = row.behind.get(measure)
     return row.in_the_running and behind is not None and (behind.best or bool(behind.within))
 
 
 def is_behind(row: StandingSummary, measure: str) -> bool:
-    """It is beyond the interval of the best, and by more than that is worth telling."""
+    """Return whether a row is outside the interval of the best, and worse by more than `BEHIND`."""
     behind = row.behind.get(measure)
     if behind is None or behind.times is None or is_level(row, measure):
         return False
@@ -102,7 +112,10 @@ def is_behind(row: StandingSummary, measure: str) -> bool:
 def totals(
     rows: Sequence[StandingSummary], scopes: Mapping[str, frozenset[str]]
 ) -> list[TotalSummary]:
-    """Each strategy over the cases of each scope in which it has a row; the best of the first scope first."""
+    """Return each strategy's totals over the cases of each scope in which it has a row.
+
+    The strategies are sorted by the first scope, the best one first.
+    """
     told = []
     for name in dict.fromkeys(row.strategy for row in rows):
         mine = [row for row in rows if row.strategy == name]
@@ -118,19 +131,26 @@ def totals(
 def ranked(
     told: Sequence[TotalSummary], scope: str, *, everybody: bool = False
 ) -> list[TotalSummary]:
-    """Those who are in `scope`, or `everybody`: the best first, equals as they were."""
+    """Return the strategies that have cases in `scope`, or all of them with `everybody`, the best
+    first.
+
+    Strategies with equal totals stay in their order.
+    """
 
     def order(total: TotalSummary) -> tuple[int, float]:
         over = total.over.get(scope)
         times = None if over is None else over.figures[RANKED_BY].times_the_best
-        # Who was not everywhere did not do all of it.
+        # A strategy that is missing in some cases ranks after those that ran in more.
         return -(0 if over is None else over.cases), math.inf if times is None else times
 
     return sorted((one for one in told if everybody or scope in one.over), key=order)
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Twice as bad here and half as bad there is as good. Of at least one, all above 0."""
+    """Return the geometric mean of at least one value; all must be above 0.
+
+    Twice as bad in one case and half as bad in another cancel out.
+    """
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
@@ -144,19 +164,20 @@ def _scope_total(rows: Sequence[StandingSummary]) -> ScopeTotal:
 
 
 def _mean_share(rows: Sequence[StandingSummary], measure: str) -> float | None:
-    """The mean over the cases in which it is known."""
+    """Return the mean over the cases in which the measure is known; None if there are none."""
     told = [row.figures[measure].value for row in rows if measure in row.figures]
     known = [value for value in told if value is not None]
     return rounded(math.fsum(known) / len(known)) if known else None
 
 
 def _total(rows: Sequence[StandingSummary], measure: str) -> Total:
-    """How many times as bad as the best, as a geometric mean, and where it is worst."""
+    """Return the geometric mean of the ratios to the best, and the case with the worst ratio."""
     times: dict[str, float] = {}
     for row in rows:
         found = row.behind.get(measure)
         if found is not None and found.times is not None:
-            # What is quick with the answers that it gives is not ahead of those who give them all.
+            # A row that answers only some requests quickly must not count as ahead of rows that
+            # answer all.
             times[row.case] = found.times if row.in_the_running else max(1.0, found.times)
     level = sum(is_level(row, measure) for row in rows if row.case in times)
     if not times:

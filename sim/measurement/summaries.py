@@ -1,7 +1,7 @@
-"""What runs, comparisons, sweeps, tunings and leaderboards have shown: what is in their summary.json.
+"""The contents of summary.json for runs, comparisons, sweeps, tunings, sizings and leaderboards.
 
-Fields are keys and stand in the order of the file. `UNSET` is a key that is not there; None is null,
-where there is nothing to tell. `as_json` writes all of them, `read_run` reads the file of a run back.
+Fields are keys, in the order of the file. A key with the value `UNSET` is left out; None is null
+and means that there is no value. `as_json` writes all summaries, `read_run` reads that of a run.
 """
 
 from collections.abc import Mapping
@@ -17,20 +17,20 @@ from sim.output import OutputError
 SCHEMA: Final = 1
 
 Conditions: TypeAlias = dict[str, Any]
-"""What was run, name -> value: `report.condition_rows` has it for people."""
+"""Conditions of a run, value by name. `report.condition_rows` shows them to people."""
 Values: TypeAlias = Mapping[str, float | str | None]
-"""What was varied, name -> value; None: what the search does not know."""
+"""Values of the varied parameters by name; None if the search does not know a value."""
 
 
 class Summary(Struct, frozen=True, kw_only=True):
-    """Part of a file."""
+    """Part of a summary.json."""
 
     INLINED: ClassVar[frozenset[str]] = frozenset()
-    """Fields whose own fields stand in their place."""
+    """Names of fields whose own fields replace them in the file."""
 
 
 class Requests(Summary, frozen=True, kw_only=True):
-    """How many were sent, and how they ended."""
+    """The number of requests that were sent, and how they ended."""
 
     sent: int
     complete: int
@@ -40,17 +40,17 @@ class Requests(Summary, frozen=True, kw_only=True):
 
     @property
     def ended(self) -> dict[str, int]:
-        """By fate."""
+        """Number of requests by fate."""
         return {name: getattr(self, name) for name in self.__struct_fields__[1:]}
 
     @property
     def share_lost(self) -> float:
-        """Share of them that is not complete; 0 if there are none."""
+        """Share of the requests that were not completed; 0 if there are none."""
         return 1 - self.complete / self.sent if self.sent else 0.0
 
 
 class Distribution(Summary, frozen=True, kw_only=True):
-    """Mean and percentiles."""
+    """Mean and percentiles of one figure over requests; None each if no request has it."""
 
     mean: float | None
     p50: float | None
@@ -60,7 +60,7 @@ class Distribution(Summary, frozen=True, kw_only=True):
 
 
 class WindowSummary(Summary, frozen=True, kw_only=True):
-    """As `measures.Window`."""
+    """The steady part of a run, as `measures.Window` defines it."""
 
     warm_up_s: float
     start_s: float
@@ -69,7 +69,7 @@ class WindowSummary(Summary, frozen=True, kw_only=True):
 
 
 class TokenGapSummary(Summary, frozen=True, kw_only=True):
-    """Of the times between two tokens, seconds; of all tokens, not of requests."""
+    """Statistics of the seconds between two tokens, over all tokens instead of requests."""
 
     mean: float | None
     p50: float | None
@@ -78,7 +78,7 @@ class TokenGapSummary(Summary, frozen=True, kw_only=True):
 
 
 class Goodput(Summary, frozen=True, kw_only=True):
-    """How much of what was sent came in time."""
+    """The share of the sent requests that met their latency targets, and their rate."""
 
     ttft_target_s: float
     tpot_target_s: float
@@ -100,7 +100,7 @@ class PartSummary(Summary, frozen=True, kw_only=True):
 
 
 class PartRequests(Summary, frozen=True, kw_only=True):
-    """How many requests arrived in a part of a run, and how many of them were completed."""
+    """The number of requests that arrived in a part of a run, and of the completed ones."""
 
     sent: int
     complete: int
@@ -112,7 +112,9 @@ class PartRequests(Summary, frozen=True, kw_only=True):
 
 
 class Spread(Summary, frozen=True, kw_only=True):
-    """How unequal the loads of the pods are: 1 is equal for max/mean and Jain's index."""
+    """Three measures of how unequal the loads of the pods are; 1 means equal for max/mean and
+    Jain's index.
+    """
 
     max_over_mean: float | None
     cv: float | None
@@ -120,21 +122,23 @@ class Spread(Summary, frozen=True, kw_only=True):
 
 
 class Imbalance(Summary, frozen=True, kw_only=True):
-    """What pods have had."""
+    """The inequality of the pods' loads, by requests and by uncached tokens."""
 
     requests: Spread
     uncached_tokens: Spread
 
 
 class Prediction(Summary, frozen=True, kw_only=True):
-    """The picker's estimates of caches, a request; null for a policy that estimates nothing."""
+    """The error of the picker's cache estimates per request; null for a policy that estimates
+    nothing.
+    """
 
     bias_tokens: float | None
     mean_absolute_error_tokens: float | None
 
 
 class PodLoadSummary(Summary, frozen=True, kw_only=True):
-    """What one pod has completed."""
+    """The requests and tokens that one pod completed."""
 
     requests: int
     prompt_tokens: int
@@ -144,7 +148,7 @@ class PodLoadSummary(Summary, frozen=True, kw_only=True):
 
 
 class PoolSummary(Summary, frozen=True, kw_only=True):
-    """How many pods there were."""
+    """The number of pods over a run."""
 
     autoscaled: bool
     pods_min: int
@@ -154,7 +158,9 @@ class PoolSummary(Summary, frozen=True, kw_only=True):
 
 
 class PeerSummary(Summary, frozen=True, kw_only=True):
-    """What pickers told each other, and what became of it."""
+    """The exchange between pickers: frames that were sent, and records that were applied or
+    discarded.
+    """
 
     frames: int
     bytes: int
@@ -166,27 +172,27 @@ class PeerSummary(Summary, frozen=True, kw_only=True):
 
 
 class Resampled(Summary, frozen=True, kw_only=True):
-    """Of what a recorded trace was resampled."""
+    """The blocks of a recorded trace from which a repetition was resampled."""
 
     blocks: int
     cut: str
-    """In words."""
+    """Blocks in words."""
 
 
 class Traffic(Summary, frozen=True, kw_only=True):
-    """Where the requests of one repetition came from."""
+    """The source of the requests of one repetition."""
 
     generated: bool
     resampled: Resampled | None
 
 
 class RunSummary(Summary, frozen=True, kw_only=True):
-    """One run."""
+    """The result of one run."""
 
     bad_lines: int | UnsetType = UNSET
     requests_per_s: float | UnsetType | None = UNSET
     traffic: Traffic | UnsetType = UNSET
-    """This and the rate only of runs that are repeated."""
+    """Source of the requests. This key and the rate exist only for repeated runs."""
     digest: str
     warnings: list[str]
     requests: Requests
@@ -207,25 +213,27 @@ class RunSummary(Summary, frozen=True, kw_only=True):
     output_tokens_per_s: float | None
     goodput: Goodput
     busiest: PartSummary | UnsetType = UNSET
-    """Only of runs that are to tell it."""
+    """Busiest part of the run. Only in runs that were asked to report it."""
     imbalance: Imbalance
     prediction: Prediction
     metrics_age_s: float | None
     preemptions: int
     pods: dict[str, PodLoadSummary]
     pool: PoolSummary | UnsetType = UNSET
-    """Only of whole runs."""
+    """Number of pods. Only in whole runs."""
     tier_hit_tokens: dict[str, int] | UnsetType = UNSET
-    """By tier, prompt tokens found there, warm-up and all; only where pods have another than the GPU's."""
+    """Prompt tokens found in each cache tier, warm-up included. Only if pods have a tier besides
+    the GPU's cache."""
     peers: PeerSummary | UnsetType = UNSET
-    """Only where pickers tell each other something."""
+    """Exchange between pickers. Only if pickers share decisions."""
     retries: int | UnsetType = UNSET
     rescheduled: int | UnsetType = UNSET
-    """This and retries only where there may be some."""
+    """Requests that another pod than the first named one served. This key and `retries` exist only
+    if retries are possible."""
 
 
 class KeptRun(Summary, frozen=True, kw_only=True):
-    """What a tuning or a sizing keeps of a run: what runs are compared by and reports tell."""
+    """The part of a run that a tuning or a sizing stores for comparisons and reports."""
 
     requests: Requests
     traffic: Traffic
@@ -241,22 +249,22 @@ class KeptRun(Summary, frozen=True, kw_only=True):
     output_tokens_per_s: float | None
     goodput: Goodput
     busiest: PartSummary | UnsetType = UNSET
-    """Only of runs that are to tell it."""
+    """Busiest part of the run. Only in runs that were asked to report it."""
     digest: str
     pool: PoolSummary | UnsetType = UNSET
-    """Only of whole runs."""
+    """Number of pods. Only in whole runs."""
 
 
 ComparedRun: TypeAlias = RunSummary | KeptRun
 
 
 class NamedRun(Summary, frozen=True, kw_only=True):
-    """One of several runs."""
+    """One of several runs, with its configuration and seed."""
 
     INLINED: ClassVar[frozenset[str]] = frozenset({"run"})
 
     rate: float | UnsetType = UNSET
-    """Only of a sweep."""
+    """Request rate. Only in a sweep."""
     config: str
     seed: int
     run: ComparedRun
@@ -275,26 +283,26 @@ class AssumptionSummary(Summary, frozen=True, kw_only=True):
 
 
 class PodSamples(Summary, frozen=True, kw_only=True):
-    """One pod over time, a value a sample; a pod that joined late begins with zeros."""
+    """The samples of one pod over time. A pod that joined late has zeros before that."""
 
     running: list[int]
     waiting: list[int]
     kv_cache_usage: list[float]
     hit_rate: list[float]
-    """Of all that the pod has completed so far."""
+    """Hit rate over everything that the pod has completed so far."""
 
 
 class TimelineSummary(Summary, frozen=True, kw_only=True):
-    """Columns: the samples of a run."""
+    """The samples of a run, in columns."""
 
     time_s: list[float]
     pod_count: list[int]
-    """Of pods that start, serve, drain or restart."""
+    """Number of pods that start, serve, drain or restart."""
     pods: dict[str, PodSamples]
 
 
 class Ceilings(Summary, frozen=True, kw_only=True):
-    """The hit rates that the requests of a run allow at most."""
+    """Upper limits and estimates of the hit rate for the requests of a run."""
 
     one_cache: float
     affinity: float
@@ -303,7 +311,7 @@ class Ceilings(Summary, frozen=True, kw_only=True):
 
 
 class ReplaySummary(Summary, frozen=True, kw_only=True):
-    """`sim replay`."""
+    """The summary of `sim replay`."""
 
     INLINED: ClassVar[frozenset[str]] = frozenset({"run"})
 
@@ -319,7 +327,7 @@ class ReplaySummary(Summary, frozen=True, kw_only=True):
 
 
 class EstimateSummary(Summary, frozen=True, kw_only=True):
-    """A figure and its 95 % interval."""
+    """A figure with its 95 % confidence interval."""
 
     value: float | None
     low: float | None
@@ -327,10 +335,12 @@ class EstimateSummary(Summary, frozen=True, kw_only=True):
 
 
 class DifferenceSummary(Summary, frozen=True, kw_only=True):
-    """A figure less the same figure of the reference, its 95 % interval, and what follows."""
+    """A figure minus the same figure of the reference, with its 95 % confidence interval and
+    verdict.
+    """
 
     reference: float | UnsetType | None = UNSET
-    """The figure of the reference, where it is not told beside."""
+    """Figure of the reference, if the summary does not contain it elsewhere."""
     value: float | None
     low: float | None
     high: float | None
@@ -340,21 +350,21 @@ class DifferenceSummary(Summary, frozen=True, kw_only=True):
 
     @property
     def known_reference(self) -> float | None:
-        """The figure of the reference, if it is told."""
+        """Figure of the reference, or None if it is not part of this summary."""
         return None if self.reference is UNSET else self.reference
 
 
 class ComparedConfig(Summary, frozen=True, kw_only=True):
-    """A configuration, by its name, over all its runs."""
+    """The figures of a configuration over all its runs."""
 
     requests: Requests
     figures: dict[str, EstimateSummary]
     difference: dict[str, DifferenceSummary]
-    """From the first configuration."""
+    """Difference from the first configuration, by measure."""
 
 
 class ComparisonSummary(Summary, frozen=True, kw_only=True):
-    """`sim compare`."""
+    """The summary of `sim compare`."""
 
     schema: int = SCHEMA
     complete: bool
@@ -369,7 +379,7 @@ class ComparisonSummary(Summary, frozen=True, kw_only=True):
 
 
 class SweepPoint(Summary, frozen=True, kw_only=True):
-    """One configuration at one rate, over the seeds under which it has run."""
+    """One configuration at one rate, over the seeds that have run."""
 
     rate: float
     config: str
@@ -383,7 +393,7 @@ class SweepPoint(Summary, frozen=True, kw_only=True):
 
 
 class SweepSummary(Summary, frozen=True, kw_only=True):
-    """`sim sweep`."""
+    """The summary of `sim sweep`."""
 
     schema: int = SCHEMA
     complete: bool
@@ -400,7 +410,7 @@ class SweepSummary(Summary, frozen=True, kw_only=True):
 
 
 class Range(Summary, frozen=True, kw_only=True):
-    """Of a figure, over seeds."""
+    """The mean and the range of a figure over seeds."""
 
     mean: float | None
     low: float | None
@@ -408,7 +418,7 @@ class Range(Summary, frozen=True, kw_only=True):
 
 
 class ReplicasRow(Summary, frozen=True, kw_only=True):
-    """A workload under so many pickers, which share something."""
+    """A workload with a number of pickers and what they share."""
 
     workload: str
     replicas: int
@@ -422,7 +432,7 @@ class ReplicasRow(Summary, frozen=True, kw_only=True):
 
 
 class ReplicasSummary(Summary, frozen=True, kw_only=True):
-    """`sim replicas`."""
+    """The summary of `sim replicas`."""
 
     schema: int = SCHEMA
     complete: bool
@@ -433,7 +443,7 @@ class ReplicasSummary(Summary, frozen=True, kw_only=True):
 
 
 class TunedTrace(Summary, frozen=True, kw_only=True):
-    """A trace, and how many of its requests were for what."""
+    """A trace, and the numbers of its requests for tuning and for the hold-out."""
 
     name: str
     sha256: str
@@ -443,7 +453,7 @@ class TunedTrace(Summary, frozen=True, kw_only=True):
 
 
 class DimensionSummary(Summary, frozen=True, kw_only=True):
-    """What was varied, between what, and what the present configuration has."""
+    """A varied parameter, its span, and its value in the present configuration."""
 
     name: str
     span: str
@@ -458,47 +468,50 @@ class TrialSummary(Summary, frozen=True, kw_only=True):
     refused: str
     values: Values
     costs: list[list[float]]
-    """Of each objective, of each share of the half that it ran on."""
+    """Cost by objective, for each share of the tuning half that the trial ran on."""
     cost: float | None
-    """As one number, by which the search goes; None: it was not run."""
+    """Cost as one number, which guides the search; None if the trial did not run."""
 
 
 class JudgedSummary(Summary, frozen=True, kw_only=True):
-    """A trial against the present configuration, with every seed."""
+    """The comparison of a trial with the present configuration, over all seeds."""
 
     trial: int | UnsetType = UNSET
-    """On the half for tuning; else it is the chosen one."""
+    """Number of the trial, on the tuning half. If the key is missing, the trial is the chosen one.
+    """
     load: float | UnsetType = UNSET
-    """On the half that is held out: times that of the trace."""
+    """Load on the hold-out half, as a multiple of the trace's load."""
     differences: dict[str, DifferenceSummary]
     guards: dict[str, DifferenceSummary]
-    """Of what nobody asked to be better."""
+    """Differences in measures that are not objectives, by measure."""
     present_requests: Requests
     requests: Requests
     loses_more: bool
     worse: list[str]
     stopped_by: list[str]
-    """Guards, by measure, that it is worse in than is allowed."""
+    """Guards, by measure, that got worse by more than allowed."""
 
 
 class PowerSummary(Summary, frozen=True, kw_only=True):
-    """What a tuning could confirm at best."""
+    """The smallest gains that a tuning could confirm."""
 
     lacking: str
-    """Why it can confirm nothing; "": it can."""
+    """Reason why the tuning can confirm nothing, or "" if it can."""
     requests: int
     seeds: int
     gains: dict[str, float]
-    """By measure the smallest gain, as a share of the figure, that four of five tunings confirm."""
+    """Smallest gain that four of five tunings confirm, as a share of the figure, by measure."""
     wanted: float
-    """For which follows what would be needed, of measures in which less is not confirmed."""
+    """Gain for which `requests_needed` and `seeds_needed` are computed. They list measures in which
+    it is not confirmed."""
     requests_needed: dict[str, int]
     seeds_needed: dict[str, int]
-    """With as many requests as there are; not of a measure where more seeds are not enough."""
+    """Seeds needed with the present number of requests. Measures for which more seeds cannot
+    suffice are missing."""
 
 
 class TuneSummary(Summary, frozen=True, kw_only=True):
-    """`sim tune`."""
+    """The summary of `sim tune`."""
 
     schema: int = SCHEMA
     complete: bool
@@ -516,9 +529,10 @@ class TuneSummary(Summary, frozen=True, kw_only=True):
     objective: list[str]
     tolerance: float
     guards: dict[str, float]
-    """By measure the share of it that may be lost."""
+    """Share of each measure that the tuning may lose."""
     power: PowerSummary | None
-    """None: stopped before it was known, or nothing could be drawn to see it from."""
+    """Smallest confirmable gains; None if the tuning stopped before, or if no traffic could be
+    drawn to estimate them."""
     higher_is_better: list[str]
     rungs: list[float]
     space: list[DimensionSummary]
@@ -533,38 +547,39 @@ class TuneSummary(Summary, frozen=True, kw_only=True):
 
 
 class BoundSummary(Summary, frozen=True, kw_only=True):
-    """A figure over repeated runs, and the bound that it is to keep."""
+    """A figure over repeated runs, and the bound that it must keep."""
 
     name: str
     busiest: bool = False
-    """The figure is of the busiest part of the traffic, else of all of it."""
+    """True if the figure covers the busiest part of the traffic, False if it covers all of it."""
     limit: float
     figure: EstimateSummary
     sure: float | None
-    """What one more repetition keeps 19 times out of 20; None: there are too few repetitions."""
+    """Limit that one more repetition keeps 19 times out of 20; None if there are too few
+    repetitions."""
     used: float | None
-    """Of what the bound allows, by `sure`, and by the figure where nothing is sure."""
+    """Used share of the bound, computed from `sure`, or from the figure if `sure` is None."""
     kept: bool
-    """By `sure`."""
+    """True if `sure` is within the bound."""
     kept_by_figure: bool
 
 
 class CountSummary(Summary, frozen=True, kw_only=True):
-    """A number of pods that was tried."""
+    """The result for one number of pods."""
 
     pods: int
     runs: int
-    """Fewer than all where the first has decided."""
+    """Number of repetitions. Fewer than all if the first ones have decided."""
     kept: bool | None
-    """None: it was stopped before that was known."""
+    """True if all bounds are kept; None if the search stopped before that was known."""
     cost_per_hour: float | None
     used: float | None
-    """Of the bound that is nearest to being broken, or furthest beyond."""
+    """Used share of the bound that is nearest to its limit, or furthest beyond it."""
     bounds: list[BoundSummary]
 
 
 class EveryCountSummary(Summary, frozen=True, kw_only=True):
-    """What running every number of pods finds, to hold a search to it."""
+    """The result of running every number of pods, to verify a search."""
 
     pods: int | None
     runs: int
@@ -572,33 +587,34 @@ class EveryCountSummary(Summary, frozen=True, kw_only=True):
 
 
 class SizedSummary(Summary, frozen=True, kw_only=True):
-    """What one profile under one strategy needs."""
+    """The number of pods that one profile needs under one strategy."""
 
     profile: str
     config: str
     price_per_hour: float | None
-    """Of a pod; None: it was not told."""
+    """Price of one pod; None if it is not known."""
     pods: int | None
-    """The smallest number that keeps the bounds; None: none up to the highest does."""
+    """Smallest number of pods that keeps the bounds; None if no number up to the maximum does."""
     pods_perhaps: int | None
-    """A smaller one of which the figures keep the bounds, but not surely."""
+    """A smaller number whose figures keep the bounds while their 95 % limits do not; None if there
+    is none."""
     used: float | None
-    """Of what the bounds allow, with these pods."""
+    """Used share of the bounds with this number of pods."""
     cost_per_hour: float | None
     cost_per_million_tokens: float | None
-    """Prompt and output tokens."""
+    """Cost per million prompt and output tokens."""
     cost_per_million_output_tokens: float | None
     on_front: bool
-    """No other option is cheaper and needs no more of what its bounds allow."""
+    """True if no other option is cheaper and uses no more of its bounds."""
     counts: list[CountSummary]
-    """That were tried, ascending."""
+    """Results of the numbers of pods that were tried, ascending."""
     runs: int
     every_count: EveryCountSummary | UnsetType = UNSET
-    """Only where that was asked for."""
+    """Result of running every number of pods. Only on request."""
 
 
 class HeadroomSummary(Summary, frozen=True, kw_only=True):
-    """What the chosen option needs if something is worse than the trace."""
+    """The number of pods that the chosen option needs in a case that is worse than the trace."""
 
     case: str
     says: str
@@ -608,7 +624,7 @@ class HeadroomSummary(Summary, frozen=True, kw_only=True):
 
 
 class DemandSummary(Summary, frozen=True, kw_only=True):
-    """A stretch of the trace."""
+    """The requests and tokens in a stretch of the trace."""
 
     start_s: float
     end_s: float
@@ -616,11 +632,11 @@ class DemandSummary(Summary, frozen=True, kw_only=True):
     prompt_tokens: int
     output_tokens: int
     of_busiest: float
-    """Its work as a share of that of the busiest stretch of this length."""
+    """Work as a share of the work in the busiest stretch of this length."""
 
 
 class AutoscalingSummary(Summary, frozen=True, kw_only=True):
-    """The chosen option under a HorizontalPodAutoscaler with the target that was found."""
+    """The chosen option under a HorizontalPodAutoscaler with the target that was determined."""
 
     metric: str
     target: float
@@ -628,41 +644,44 @@ class AutoscalingSummary(Summary, frozen=True, kw_only=True):
     pods_max: int
     startup_s: float
     whole_trace: bool
-    """Else it is the stretch that was sized for."""
+    """True if the whole trace was replayed, False if only the stretch that was sized for."""
     runs: int
     varied: str
     pods_mean: float | None
     pods_highest: int | None
     pod_hours: float | None
     fixed_pod_hours: float | None
-    """Of as many pods as were found, over the same time."""
+    """Pod-hours of the determined fixed number of pods over the same time."""
     kept: bool | None
-    """None: of so few runs it cannot be told."""
+    """True if all bounds are kept; None if there are too few runs to decide."""
     bounds: list[BoundSummary]
 
 
 class WarmUpSummary(Summary, frozen=True, kw_only=True):
-    """What a sizing excludes at the beginning, and its busiest part, in seconds of the trace."""
+    """The warm-up that a sizing excludes, and the busiest part of the traffic, in seconds of the
+    trace.
+    """
 
     seconds: float
-    """The same part of the trace at every load."""
+    """Length of the warm-up: the same part of the trace at every load."""
     needed_s: float
-    """How long caches need to fill."""
+    """Time that caches need to fill."""
     given: bool
-    """By --warm-up; else it was chosen."""
+    """True if `--warm-up` set it, False if it was chosen."""
     share_excluded: float
-    """Of the requests of the trace as it is, if answers take no time."""
+    """Share of the requests that it excludes in the unchanged trace, if answers take no time."""
     busiest_s: float
     """Length of the busiest part."""
     busiest_from_s: float
-    """Where it begins in the trace as it is."""
+    """Start of the busiest part in the unchanged trace."""
     busiest_excluded: bool
     warning: str
-    """"" if at most a quarter of the requests is excluded, and not the busiest part."""
+    """Warning, or "" if at most a quarter of the requests is excluded and the busiest part is not.
+    """
 
 
 class SizeSummary(Summary, frozen=True, kw_only=True):
-    """`sim size`."""
+    """The summary of `sim size`."""
 
     schema: int = SCHEMA
     complete: bool
@@ -677,37 +696,37 @@ class SizeSummary(Summary, frozen=True, kw_only=True):
     bounds: list[str]
     trace: DemandSummary
     sized_for: DemandSummary
-    """The stretch that was replayed: all of a short trace, else the busiest of a long one."""
+    """Stretch that was replayed: a short trace as a whole, or the busiest part of a long one."""
     over_time: list[DemandSummary]
     warm_up: WarmUpSummary
     options: list[SizedSummary]
     chosen: int | None
-    """Position among `options`."""
+    """Position among `options`, or None if no option keeps the bounds."""
     why_none: str
     headroom: list[HeadroomSummary]
     autoscaling: AutoscalingSummary | None
     runs: list[NamedRun]
-    """Of the chosen option, with as many pods as it needs."""
+    """Runs of the chosen option with the number of pods that it needs."""
 
 
 RepeatedSummary: TypeAlias = ComparisonSummary | SweepSummary | TuneSummary | SizeSummary
-"""Of runs that differ in seeds."""
+"""Summaries of runs that differ in seeds."""
 
 
 class Behind(Summary, frozen=True, kw_only=True):
-    """How far a strategy is behind the best of its case in one figure."""
+    """The distance of a strategy from the best of its case in one figure."""
 
     times: float | None
-    """As bad as the best: how many times as long it takes, or as little it gives. Below 1 only who is
-    not in the running."""
+    """Ratio to the best: how many times as long it takes, or as little it achieves. Only an
+    ineligible strategy can be below 1."""
     best: bool
-    """Of equals all."""
+    """True if it is the best. All equally good strategies are."""
     within: bool | None
-    """Its interval holds the best; None: there is too little to tell from."""
+    """True if its interval contains the best; None if there is too little data for an interval."""
 
 
 class StandingSummary(Summary, frozen=True, kw_only=True):
-    """A strategy in a case."""
+    """The result of a strategy in one case."""
 
     case: str
     strategy: str
@@ -722,7 +741,7 @@ class StandingSummary(Summary, frozen=True, kw_only=True):
 
 
 class Total(Summary, frozen=True, kw_only=True):
-    """One figure of a strategy over cases."""
+    """One figure of a strategy over several cases."""
 
     times_the_best: float | None
     level: int
@@ -736,14 +755,14 @@ class ScopeTotal(Summary, frozen=True, kw_only=True):
 
     cases: int
     out: int
-    """Of `cases`: in which it is not in the running."""
+    """Number of cases among `cases` in which the strategy is not eligible."""
     figures: dict[str, Total]
     goodput: float | None
-    """The share of the requests within the targets of their case, as the mean over the cases."""
+    """Mean over the cases of the share of requests within the case's targets."""
 
 
 class TotalSummary(Summary, frozen=True, kw_only=True):
-    """A strategy all in all: scope -> what it is over the cases of that; `ranking.SCOPES`."""
+    """A strategy's totals over the cases of each scope; `ranking.SCOPES` lists the scopes."""
 
     strategy: str
     over: dict[str, ScopeTotal]
@@ -763,19 +782,19 @@ class CaseSummary(Summary, frozen=True, kw_only=True):
     scrape_interval_s: float
     happens: str | None
     engines: str | None
-    """What is not as the profile says."""
+    """Engine features that differ from the profile, in words."""
     scrapes: str | None
-    """What is wrong with them."""
+    """Faults of the scrapes, in words."""
     response_chunks: bool
-    """Pickers see first tokens."""
+    """True if pickers see the first token of an answer."""
     prefill_tokens_per_s: list[float]
-    """What pods do, each speed once."""
+    """Prefill speeds of the pods, each distinct speed once."""
     believed_prefill_tokens_per_s: float
-    """By pickers of which the configuration says nothing."""
+    """Prefill speed that pickers assume if the configuration does not set it."""
     ttft_target_s: float
-    """A request within both targets is goodput."""
+    """TTFT target. A request within both targets counts as goodput."""
     tpot_target_s: float
-    """For each later token."""
+    """Target for the mean time of each later token."""
 
 
 class StrategySummary(Summary, frozen=True, kw_only=True):
@@ -784,21 +803,21 @@ class StrategySummary(Summary, frozen=True, kw_only=True):
     name: str
     idea: str | None
     omissions: str | None
-    """What the original does that this does not."""
+    """Features of the original that this copy leaves out."""
     config_hash: str | None
 
 
 class LadderSummary(Summary, frozen=True, kw_only=True):
-    """Cases that differ by one number."""
+    """A group of cases that differ in one number."""
 
     title: str
     unit: str
     steps: list[tuple[float, str]]
-    """The number, and the case."""
+    """Value of the number, and name of the case."""
 
 
 class FailedCell(Summary, frozen=True, kw_only=True):
-    """What could not be run."""
+    """A cell of the leaderboard that could not be run."""
 
     case: str
     strategy: str
@@ -807,7 +826,7 @@ class FailedCell(Summary, frozen=True, kw_only=True):
 
 
 class LeaderboardSummary(Summary, frozen=True, kw_only=True):
-    """`sim leaderboard`."""
+    """The summary of `sim leaderboard`."""
 
     schema: int = SCHEMA
     complete: bool
@@ -824,7 +843,7 @@ class LeaderboardSummary(Summary, frozen=True, kw_only=True):
 
 
 class AnswerGaps(Summary, frozen=True, kw_only=True):
-    """Of the times between two chunks of an answer, seconds."""
+    """Statistics of the times between two chunks of an answer, in seconds."""
 
     mean: float | None
     p50: float | None
@@ -833,7 +852,7 @@ class AnswerGaps(Summary, frozen=True, kw_only=True):
 
 
 class GroupSummary(Summary, frozen=True, kw_only=True):
-    """Real requests of one pod or one model."""
+    """The results of real requests, of one pod or one model."""
 
     requests: int
     errors: int
@@ -847,7 +866,7 @@ class GroupSummary(Summary, frozen=True, kw_only=True):
 
 
 class DrivenRequests(Summary, frozen=True, kw_only=True):
-    """What became of the requests of a drive."""
+    """The number of requests of a drive by result."""
 
     sent: int
     whole: int
@@ -858,7 +877,7 @@ class DrivenRequests(Summary, frozen=True, kw_only=True):
 
 
 class DriveSummary(Summary, frozen=True, kw_only=True):
-    """`sim drive`."""
+    """The summary of `sim drive`."""
 
     schema: int = SCHEMA
     complete: bool
@@ -877,12 +896,12 @@ class DriveSummary(Summary, frozen=True, kw_only=True):
 
 
 def as_json(summary: Summary | dict[str, Any]) -> bytes:
-    """summary.json. The same summary gives the same bytes."""
+    """Return the content of summary.json. Equal summaries give equal bytes."""
     return msgspec.json.format(msgspec.json.encode(_plain(summary)), indent=1) + b"\n"
 
 
 def read_run(path: Path) -> RunSummary:
-    """The run in a summary.json of `sim replay`. Raises `OutputError` and `OSError`."""
+    """Return the run in a summary.json of `sim replay`. Raises `OutputError` and `OSError`."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunSummary)
     except msgspec.DecodeError as problem:
@@ -891,7 +910,7 @@ def read_run(path: Path) -> RunSummary:
 
 
 def _plain(value: Any) -> Any:
-    """With what is inlined in its place."""
+    """Return `value` as plain data, with inlined fields in place of their parents."""
     match value:
         case Summary():
             told: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""How many pods there were over time and what each was doing: samples, as many as a chart can show."""
+"""Samples of the number of pods and of each pod's state over time, as many as a chart can show."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -13,13 +13,15 @@ _FIRST_INTERVAL_S: Final = 1.0
 
 
 class Timeline:
-    """Looks at every pod once an interval, which doubles whenever there are too many samples."""
+    """A sampler that reads every pod once an interval. The interval doubles when there are too many
+    samples.
+    """
 
     def __init__(self, cluster: Cluster, loads: Mapping[str, PodLoad]) -> None:
-        """`loads`: what each pod has completed, by its name, kept by others."""
+        """Start sampling; `loads` is the completed work by pod, updated by the caller."""
         self.time_s: list[Seconds] = []
         self.pod_count: list[int] = []
-        """As `PodCount` has it."""
+        """Number of pods at each sample, as `PodCount` defines it."""
         self.pods: dict[str, PodSamples] = {}
         self._cluster = cluster
         self._loop = cluster.loop
@@ -28,7 +30,7 @@ class Timeline:
         cluster.loop.after(self._interval_s, self._sample)
 
     def summary(self) -> TimelineSummary:
-        """With four digits of shares."""
+        """Return the samples, with shares rounded to four digits."""
         return TimelineSummary(
             time_s=self.time_s,
             pod_count=self.pod_count,

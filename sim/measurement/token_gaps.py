@@ -1,12 +1,13 @@
-"""How long clients wait for each token after the one before it, over the time of a run.
+"""The times between consecutive tokens of clients, over the time of a run.
 
-All requests that decode on a pod get a token at the end of each pass, so that a pass is one gap for
-each of them; one that was preempted has waited longer. Gaps are counted in bins of half a per cent,
-by stretches of time, so that memory does not grow with the run. In a step of many passes alike they
-are told as equal: each is longer than the one before by what one token of context a request costs.
+All requests that decode on a pod get a token at the end of each pass. Therefore a pass is one gap
+for each of them. A preempted request has waited longer. Gaps are counted in bins of half a per
+cent, by stretches of time, so that memory does not grow with the run. The passes of a step that has
+several equal ones count as equally long. In reality each is longer than the one before, by the cost
+of one token of context per request.
 
-Where an engine speculates a pass gives a request several tokens at once and is one gap, as vLLM counts
-`vllm:inter_token_latency_seconds`: the time between two outputs.
+With speculative decoding, a pass gives a request several tokens at once and counts as one gap. This
+is how vLLM counts `vllm:inter_token_latency_seconds`: the time between two outputs.
 """
 
 import math
@@ -19,38 +20,41 @@ from epp.core.types import Seconds
 from sim.engine.engine import Step
 
 STALL_MEDIANS: Final = 3
-"""A gap of more than so many medians is a stall: somebody's prompt was computed meanwhile."""
+"""Number of medians from which a gap is a stall. Such a gap means that a prompt was computed
+meanwhile."""
 STRETCHES_MAX: Final = 512
 
 _FIRST_STRETCH_S: Final = 0.125
 _BINS_PER_E: Final = 200
 _SAME_STEP: Final = 1.000001
-"""A request that was there in the pass before has waited for this pass, up to rounding."""
+"""Tolerance for rounding, within which a gap equals the duration of the current pass."""
 
 
 class Gaps(Struct, frozen=True, kw_only=True):
-    """Of a stretch of time."""
+    """Statistics of the gaps in a stretch of time."""
 
     output_tokens: int
-    """Those that pods gave out, first ones too."""
+    """Output tokens of all pods, first tokens included."""
     duration_s: Seconds
     mean_s: float
-    """NaN, as the others, if no token followed another."""
+    """Mean gap. NaN, like the other figures, if no token followed another."""
     p50_s: float
     p99_s: float
     stall_share: float
-    """Of the gaps: how many are longer than `STALL_MEDIANS` medians."""
+    """Share of the gaps that are longer than `STALL_MEDIANS` medians."""
 
 
 class GapCounts(Struct):
-    """Gaps in bins of half a per cent: as much memory for a million as for a thousand."""
+    """A histogram of gaps with bins of half a per cent; its memory does not depend on the number of
+    gaps.
+    """
 
     gaps: int = 0
     gap_s_sum: float = 0.0
     bins: dict[int, int] = {}
 
     def count(self, gap_s: Seconds, gaps: int = 1) -> None:
-        """So many `gaps` of this length, above 0."""
+        """Count `gaps` gaps of the length `gap_s`, which must be above 0."""
         self.gaps += gaps
         self.gap_s_sum += gap_s * gaps
         at = round(math.log(gap_s) * _BINS_PER_E)
@@ -58,11 +62,11 @@ class GapCounts(Struct):
 
     @property
     def mean_s(self) -> Seconds:
-        """NaN, if there are none."""
+        """Mean gap, or NaN if there are none."""
         return self.gap_s_sum / self.gaps if self.gaps else math.nan
 
     def percentile_s(self, share: float) -> Seconds:
-        """The gap that `share` of all do not exceed, within a quarter of a per cent."""
+        """Return the gap that `share` of all gaps do not exceed, within a quarter of a per cent."""
         return _percentile_s(self.bins, self.gaps, share)
 
 
@@ -78,14 +82,14 @@ class _Stretch(GapCounts):
 
 
 class TokenGaps:
-    """Takes each step of each pod when it ends."""
+    """Counts of the gaps of all pods; `add` takes each step when it ends."""
 
     def __init__(self) -> None:
         self._stretch_s = _FIRST_STRETCH_S
         self._stretches: list[_Stretch] = []
 
     def add(self, step: Step) -> None:
-        """Count the tokens that came out of it."""
+        """Count the tokens that the step produced."""
         work, passes = step.work, step.passes
         decodes = work.decodes
         stretch = self._at(step.ends_at)
@@ -98,13 +102,18 @@ class TokenGaps:
                     stretch.count(request.token_gap_s, 1)
 
     def within(self, start_s: Seconds, end_s: Seconds) -> Gaps:
-        """Of the stretches that lie wholly between: a little less than was asked for."""
+        """Return the gaps of the stretches that lie completely between the two times.
+
+        The covered time is a little less than requested.
+        """
         return self._joined(
             math.ceil(start_s / self._stretch_s), math.floor(end_s / self._stretch_s)
         )
 
     def around(self, start_s: Seconds, end_s: Seconds) -> Gaps:
-        """Return the gaps of all stretches that overlap this time: a little more than was asked for."""
+        """Return the gaps of all stretches that overlap the time. The covered time is a little more
+        than requested.
+        """
         return self._joined(
             math.floor(start_s / self._stretch_s), math.ceil(end_s / self._stretch_s)
         )
@@ -128,7 +137,7 @@ class TokenGaps:
         )
 
     def whole(self) -> Gaps:
-        """Of the whole run."""
+        """Return the gaps of the whole run."""
         return self.within(0.0, len(self._stretches) * self._stretch_s)
 
     def _at(self, time_s: Seconds) -> _Stretch:
@@ -141,7 +150,7 @@ class TokenGaps:
         return self._stretches[number]
 
     def _halve(self) -> None:
-        """Two stretches become one."""
+        """Join each two neighbouring stretches to one."""
         self._stretch_s *= 2
         for even, odd in zip(self._stretches[::2], self._stretches[1::2], strict=False):
             even.join(odd)
@@ -153,7 +162,7 @@ def _middle_s(at: int) -> Seconds:
 
 
 def _percentile_s(bins: Mapping[int, int], gaps: int, share: float) -> Seconds:
-    """The gap that `share` of all do not exceed, within a quarter of a per cent."""
+    """Return the gap that `share` of all gaps do not exceed, within a quarter of a per cent."""
     before = 0
     for at in sorted(bins):
         before += bins[at]

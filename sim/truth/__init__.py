@@ -1,1 +1,1 @@
-"""Recorded truth, one module a kind: a folder with an `engine.toml` in, judgements out."""
+"""Comparison of the simulator with recordings of real engines; one module per kind of recording."""

@@ -1,4 +1,4 @@
-"""What comparing the simulator with a recording says, and how a recording's description is read."""
+"""Results of comparing the simulator with a recording, and the reading of recordings."""
 
 import gzip
 import tomllib
@@ -17,27 +17,29 @@ from sim.sentences import unread
 T = TypeVar("T")
 
 Told: TypeAlias = Callable[[float], None]
-"""Hears from a judge, now and then, which share of its work is done."""
+"""Callback that receives the completed share of a judge's work, now and then."""
 
 
 class TruthError(Exception):
-    """A truth folder cannot be used: one sentence with the file and what was expected."""
+    """A recording cannot be used. The message is one sentence with the file and what was
+    expected.
+    """
 
 
 class Judgement(Struct, frozen=True, kw_only=True):
-    """One number of a recording beside the simulator's, or one that was fitted to it."""
+    """A recorded number beside the simulated one, or a number that was fitted."""
 
     truth: str
-    """The folder's name."""
+    """Name of the folder."""
     what: str
     recorded: float | None
-    """None: fitted, no recording has it."""
+    """Recorded value; None for a fitted number, which no recording contains."""
     simulated: float
     unit: str
     error: float | None
-    """As a share of `recorded`, signed, or of the whole where `what` counts agreements."""
+    """Error as a signed share of `recorded`, or of the total if `what` counts agreements."""
     tolerance: float | None
-    """Most that `abs(error)` may be; None: shown, not judged."""
+    """Maximum of `abs(error)`; None if the number is only shown."""
 
     @property
     def passed(self) -> bool:
@@ -49,7 +51,7 @@ class Judgement(Struct, frozen=True, kw_only=True):
 def against(
     truth: str, what: str, values: tuple[float, float], unit: str, tolerance: float | None
 ) -> Judgement:
-    """`values`: recorded, simulated."""
+    """Return a judgement of `values`: the recorded and the simulated value."""
     recorded, simulated = float(values[0]), float(values[1])
     return Judgement(
         truth=truth,
@@ -63,9 +65,9 @@ def against(
 
 
 def tolerated(usual: float, profile: Profile | None) -> float:
-    """The tolerance of a judgement: of an estimated profile its published error, where that is more.
+    """Return the tolerance: that of an estimated profile is its published error if that is larger.
 
-    `profile` stands in the place of what the recording names; None if it does not.
+    `profile` replaces the recording's own profile; None if it does not.
     """
     if profile is None or profile.estimated is None:
         return usual
@@ -73,7 +75,7 @@ def tolerated(usual: float, profile: Profile | None) -> float:
 
 
 def fitted(truth: str, what: str, value: float, unit: str, *, profile: float) -> Judgement:
-    """A constant that was fitted, and what the profile has: nothing that could be right or wrong."""
+    """Return a fitted constant beside the profile's value, which is shown without a verdict."""
     return Judgement(
         truth=truth,
         what=f"{what} ({profile:.5g}{f' {unit}' if unit else ''} in the profile)",
@@ -86,7 +88,7 @@ def fitted(truth: str, what: str, value: float, unit: str, *, profile: float) ->
 
 
 def all_of(truth: str, what: str, total: int, agreed: int) -> Judgement:
-    """All of `total` must agree."""
+    """Return a judgement that all of `total` items agree."""
     return Judgement(
         truth=truth,
         what=what,
@@ -99,7 +101,7 @@ def all_of(truth: str, what: str, total: int, agreed: int) -> Judgement:
 
 
 def described(folder: Path) -> dict[str, Any]:
-    """The `engine.toml` of `folder`. Raises TruthError."""
+    """Return the content of `engine.toml` in `folder`. Raises TruthError."""
     file = folder / "engine.toml"
     try:
         return tomllib.loads(file.read_text())
@@ -108,7 +110,9 @@ def described(folder: Path) -> dict[str, Any]:
 
 
 def converted(folder: Path, description: dict[str, Any], kind: type[T]) -> T:
-    """The description as `kind`; fields that `kind` does not have are for others. TruthError."""
+    """Return the description as `kind`, ignoring fields that `kind` does not have. Raises
+    TruthError.
+    """
     try:
         return msgspec.convert(description, kind)
     except msgspec.ValidationError as problem:
@@ -116,12 +120,14 @@ def converted(folder: Path, description: dict[str, Any], kind: type[T]) -> T:
 
 
 def is_there(file: Path) -> bool:
-    """Whether a recording has this file, plain or packed."""
+    """Return whether a recording has this file, plain or compressed."""
     return file.is_file() or _packed(file).is_file()
 
 
 def lines_of(file: Path, kind: type[T]) -> Sequence[T]:
-    """A JSON-lines file, or the one beside it that ends in .gz. Raises TruthError, with the line."""
+    """Return the rows of a JSON-lines file, or of its .gz variant. Raises TruthError with
+    the line.
+    """
     rows: list[T] = []
     try:
         with _opened(file) as lines:
@@ -131,7 +137,7 @@ def lines_of(file: Path, kind: type[T]) -> Sequence[T]:
                 except msgspec.DecodeError as problem:
                     raise TruthError(f"{misfit(f'{file}:{number}', problem, kind)}.") from problem
     except (OSError, EOFError, zlib.error) as problem:
-        raise TruthError(unread(file, problem, "JSON lines, or the same packed")) from problem
+        raise TruthError(unread(file, problem, "JSON lines, plain or compressed")) from problem
     if not rows:
         raise TruthError(f"{file}: expected at least one line.")
     return rows

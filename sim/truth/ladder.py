@@ -1,13 +1,13 @@
 """Kind `ladder`: rising request rates on a pool, round robin against prefix-aware routing.
 
-`rates.csv` has a stage a row: rate, duration, and what was published of each arm. Stages follow
-each other on the same pods, each drained before the next, after a warm-up; prompts are drawn in a
-shuffled order, again and again. Both arms run in the cluster of `sim replay`, with its defaults:
-one is its round robin, the other the production scheduler with weighted scores, which is what was
-measured. Times are the client's.
+`rates.csv` has one stage per row: rate, duration, and the published results of each arm. Stages
+follow each other on the same pods after a warm-up, and each is drained before the next. Prompts are
+drawn repeatedly in a shuffled order. Both arms run in the cluster of `sim replay` with its
+defaults. One arm uses round robin. The other uses the production scheduler with weighted scores, as
+in the measured run. Times are those of the client.
 
-Only `shared_context_factor` is fitted: to the prefix-aware output tokens/s of the odd rows, from
-two runs with a straight line between them for each row. The even rows are judged.
+Only `shared_context_factor` is fitted, to the prefix-aware output tokens/s of the odd rows. The fit
+interpolates linearly between two runs for each row. The even rows are judged.
 """
 
 import csv
@@ -37,7 +37,7 @@ from sim.truth.judgement import Judgement, Told, TruthError, against, converted,
 ROUND_ROBIN_TOLERANCE: Final = 0.15
 PREFIX_AWARE_TOLERANCE: Final = 0.07
 CLIFF_RATES_PER_S: Final = (15.0, 20.0)
-"""Between these round robin's TTFT leaves the order of a prefill."""
+"""Rates between which round robin's TTFT rises far above the duration of a prefill."""
 CLIFF_TTFT_S: Final = 5.0
 _FACTORS: Final = (0.35, 0.65)
 _ROUND_ROBIN: Final = "round-robin"
@@ -46,7 +46,7 @@ _SEED: Final = 1
 
 
 class Description(Struct, frozen=True, kw_only=True):
-    """`engine.toml`."""
+    """The content of `engine.toml`."""
 
     pods: int
     profile: str
@@ -89,20 +89,20 @@ class Stage(Struct, frozen=True, kw_only=True):
 
 
 class Outcomes(Struct, frozen=True, kw_only=True):
-    """What a stage came to in the simulator."""
+    """The simulated results of a stage."""
 
     output_tokens_per_s: float
-    """Output tokens by the time from the first arrival to the last completion."""
+    """Output tokens divided by the time from the first arrival to the last completion."""
     ttft_mean_s: Seconds
 
 
 def judge(
     folder: Path, description: dict[str, Any], told: Told, given: Profile | None = None
 ) -> Iterator[Judgement]:
-    """The fit, then both arms. Raises TruthError.
+    """Yield the fitted constant, then judgements of both arms. Raises TruthError.
 
-    A `given` profile stands in the place of the recording's own, with its own KV cache. Of an estimated
-    one the cliff is shown and not judged: where it is depends on a few per cent of speed.
+    A `given` profile replaces the recording's own, with its own KV cache. For an estimated profile
+    the cliff is only shown, because its place depends on a few per cent of speed.
     """
     shape = converted(folder, description, Description)
     if given is not None:
@@ -148,7 +148,7 @@ def judge(
 def fit_shared_context_factor(
     shape: Description, profile: Profile, stages: Sequence[Stage], ended: Callable[[float], None]
 ) -> float:
-    """The factor with the least squares of the relative errors of prefix-aware tokens/s.
+    """Return the factor with the least squares of the relative errors of prefix-aware tokens/s.
 
     `ended` is called as by `Ladder.climb`.
     """
@@ -177,7 +177,7 @@ def fit_shared_context_factor(
 
 
 class Ladder:
-    """One arm: a pool with its picker, on which stage follows stage."""
+    """One arm: a pool with its picker, on which the stages follow each other."""
 
     def __init__(self, shape: Description, profile: Profile, *, prefix_aware: bool) -> None:
         self._shape = shape
@@ -200,7 +200,9 @@ class Ladder:
         )
 
     def climb(self, stages: Sequence[Stage], ended: Callable[[float], None]) -> list[Outcomes]:
-        """The warm-up, then all stages; `ended` hears of how many requests, about, after each."""
+        """Run the warm-up and all stages; call `ended` with the approximate number of requests
+        after each.
+        """
         shape = self._shape
         self.stage(shape.warm_up_rate_per_s, shape.warm_up_s)
         ended(_requests(shape, ()))
@@ -211,13 +213,15 @@ class Ladder:
         return outcomes
 
     def stage(self, rate_per_s: float, duration_s: Seconds) -> Outcomes:
-        """Arrivals for `duration_s`, and on until all are answered."""
+        """Send requests for `duration_s`, and run until all are answered."""
         self._ended.clear()
         self._cluster.clients.go_on(self._arrivals(rate_per_s, duration_s))
         self._cluster.run()
         if not self._ended:
             return Outcomes(output_tokens_per_s=0.0, ttft_mean_s=0.0)
-        assert all(request.fate is Fate.COMPLETE for request in self._ended), "nobody is refused"
+        assert all(request.fate is Fate.COMPLETE for request in self._ended), (
+            "no request is refused"
+        )
         span_s = self._cluster.loop.now - min(request.arrived_at for request in self._ended)
         return Outcomes(
             output_tokens_per_s=len(self._ended) * self._shape.output_tokens / span_s,
@@ -240,13 +244,13 @@ class Ladder:
 
 
 def _requests(shape: Description, stages: Sequence[Stage]) -> float:
-    """Of a climb, as many as are expected."""
+    """Return the expected number of requests of a climb."""
     counts = [stage.rate_per_s * stage.duration_s for stage in stages]
     return shape.warm_up_rate_per_s * shape.warm_up_s + sum(counts)
 
 
 def _prompts(shape: Description) -> list[tuple[int, int]]:
-    """The blocks of each prompt: what its group shares, and its own question."""
+    """Return the blocks of each prompt: the prefix that its group shares, and its own question."""
     numbers = range(shape.groups * shape.prompts_per_group)
     return [(at // shape.prompts_per_group, shape.groups + at) for at in numbers]
 
@@ -290,7 +294,7 @@ def _mean_error(
     simulated: Sequence[Outcomes],
     tolerance: float,
 ) -> Judgement:
-    """The mean of the absolute relative errors."""
+    """Return the mean of the absolute relative errors."""
     ours = np.array([outcome.output_tokens_per_s for outcome in simulated])
     theirs = np.array(recorded)
     return Judgement(
@@ -305,7 +309,7 @@ def _mean_error(
 
 
 def _cliff(truth: str, stages: Sequence[Stage], round_robin: Sequence[Outcomes]) -> Judgement:
-    """Round robin's TTFT must be short below the cliff and long above it."""
+    """Return a judgement that round robin's TTFT is short below the cliff and long above it."""
     below, above = CLIFF_RATES_PER_S
     wrong = sum(
         (outcome.ttft_mean_s < CLIFF_TTFT_S) != (stage.rate_per_s <= below)
@@ -314,7 +318,7 @@ def _cliff(truth: str, stages: Sequence[Stage], round_robin: Sequence[Outcomes])
     )
     return Judgement(
         truth=truth,
-        what=f"round robin's TTFT cliff between {below:g} and {above:g}/s: rows on their side",
+        what=f"round robin's TTFT cliff between {below:g} and {above:g}/s: rows on the expected side",
         recorded=len(stages),
         simulated=len(stages) - wrong,
         unit="",

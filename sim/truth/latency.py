@@ -1,9 +1,10 @@
-"""Kind `latency`: the arrivals of a run of one engine, and when each request was served.
+"""Kind `latency`: the arrivals of a run of one engine, and the times at which each request was
+served.
 
-`requests.jsonl`: a request a line, with measured times. The engine's constants come from the
-kernel timings beside it (`sim/engine/kernels.py`), or from the built-in `profile` that the description
-names. They are judged twice: with nothing of the run in them, and with host time and skew fitted to
-the requests that came first, judged on the others.
+`requests.jsonl` has one request per line, with measured times. The engine's constants come from the
+kernel timings in the same folder (`sim/engine/kernels.py`), or from the built-in `profile` that the
+description names. They are judged twice. The first time nothing is fitted to the run. The second
+time, host time and skew are fitted to the first requests and judged on the others.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,21 +43,21 @@ BLIND_TOLERANCES: Final = {"TTFT": 0.15, "TPOT": 0.08, "E2E": 0.08}
 FITTED_MEAN_TOLERANCE: Final = 0.08
 FITTED_P99_TOLERANCE: Final = 0.12
 FITTED_ON: Final = 150
-"""Requests, in order of arrival."""
+"""Number of first requests, in order of arrival, to which constants are fitted."""
 _FIT_ROUNDS: Final = 4
 _SIMULATIONS: Final = 2 + 3 * _FIT_ROUNDS
-"""Without a fit, three a round of it, and with what was fitted."""
+"""Number of simulations: one without a fit, three per round of the fit, and one with the result."""
 _HOST_S_MAX: Final = 0.02
 _SKEW_MAX: Final = 0.5
 _MEASURES: Final = ("TTFT", "TPOT", "E2E")
 _ANY: Final = "round-robin"
-"""There is one pod to choose."""
+"""Policy, which makes no difference with one pod."""
 
 _Floats = npt.NDArray[np.float64]
 
 
 class Description(Struct, frozen=True, kw_only=True):
-    """`engine.toml`."""
+    """The content of `engine.toml`."""
 
     model: str
     num_gpu_blocks: int
@@ -79,7 +80,7 @@ class Description(Struct, frozen=True, kw_only=True):
 
 
 class Served(Struct, frozen=True, kw_only=True):
-    """A line of `requests.jsonl`; seconds."""
+    """A line of `requests.jsonl`, with times in seconds."""
 
     arrival_s: Seconds
     input_tokens: int
@@ -92,10 +93,11 @@ class Served(Struct, frozen=True, kw_only=True):
 def judge(
     folder: Path, description: dict[str, Any], told: Told, given: Profile | None = None
 ) -> Iterator[Judgement]:
-    """Means without any fit; then host time and skew, means and 99th percentiles with them.
+    """Yield judgements of means without a fit, then the fitted host time and skew, and means and
+    p99 with them.
 
-    A `given` profile stands in the place of the recording's own, with its own KV cache; nothing is fitted
-    then. Raises TruthError.
+    A `given` profile replaces the recording's own, with its own KV cache; nothing is fitted then.
+    Raises TruthError.
     """
     shape = converted(folder, description, Description)
     served = sorted(lines_of(folder / "requests.jsonl", Served), key=lambda row: row.arrival_s)
@@ -129,17 +131,17 @@ def judge(
 
 
 def _with_cache_of(profile: Profile, engine: EngineSettings) -> EngineSettings:
-    """The engine with as many blocks as the profile's KV cache has."""
+    """Return the engine settings with as many blocks as the profile's KV cache has."""
     return msgspec.structs.replace(
         engine, blocks_total=profile.kv_tokens // engine.block_size_tokens + 1
     )
 
 
 def simulate(profile: Profile, engine: EngineSettings, served: Sequence[Served]) -> _Floats:
-    """TTFT, TPOT, E2E in rows, a column a request; `served` in order of arrival.
+    """Return TTFT, TPOT and E2E as rows in seconds, with a column per request in order of arrival.
 
-    A pool of one pod. Nothing is shared between prompts, and measured times begin in the engine's
-    queue: there is neither a network nor a front end.
+    The pool has one pod. Prompts share nothing. Measured times begin in the engine's queue, so
+    there is neither a network nor a front end.
     """
     alone = msgspec.structs.replace(
         profile,
@@ -171,9 +173,10 @@ def simulate(profile: Profile, engine: EngineSettings, served: Sequence[Served])
 
 
 def fit(profile: Profile, engine: EngineSettings, served: Sequence[Served], told: Told) -> Profile:
-    """`profile` with the host time and the skew that suit the means of the first requests.
+    """Return `profile` with the host time and skew that fit the means of the first requests.
 
-    Gauss-Newton on the relative errors of mean TTFT, TPOT and E2E, with numerical slopes.
+    The method is Gauss-Newton on the relative errors of mean TTFT, TPOT and E2E, with numerical
+    slopes.
     """
     wanted = _recorded(served)[:, :FITTED_ON].mean(axis=1)
     steps = np.array([2e-4, 0.01])
@@ -233,7 +236,9 @@ def _recorded(served: Sequence[Served]) -> _Floats:
 def _measured(request: SimulatedRequest) -> tuple[float, float, float]:
     if request.fate is not Fate.COMPLETE:
         line = f"request {request.arrival.index}, in order of arrival"
-        raise TruthError(f"{line}: expected one that fits the engine, it is {request.failure}.")
+        raise TruthError(
+            f"{line}: expected a request that fits the engine; it failed: {request.failure}."
+        )
     queued, first, last = request.submitted_at, request.first_token_at, request.finished_at
     assert queued is not None
     assert first is not None

@@ -1,7 +1,8 @@
-"""Kind `prefix_cache`: requests one after the other; every hit and every block must be the same.
+"""Kind `prefix_cache`: requests in sequence, for which every hit and every block must be equal.
 
-`sequential.jsonl`: a request a line, with the tokens of prompt and answer and the `cached_tokens`
-that the server reported. `kv_events.jsonl`: the KV events of the run, one ZMQ message a line.
+`sequential.jsonl` has one request per line, with the tokens of prompt and answer and the
+`cached_tokens` that the server reported. `kv_events.jsonl` has the KV events of the run, one ZMQ
+message per line.
 """
 
 import base64
@@ -28,11 +29,11 @@ from sim.truth.judgement import (
 )
 
 Event: TypeAlias = tuple[str, list[int]]
-"""("stored" or "removed", the hashes of the blocks)."""
+"""Event: "stored" or "removed", and the hashes of the blocks."""
 
 
 class Description(Struct, frozen=True, kw_only=True):
-    """`engine.toml`."""
+    """The content of `engine.toml`."""
 
     block_size_tokens: int
     num_gpu_blocks: int
@@ -50,7 +51,9 @@ class Recorded(Struct, frozen=True, kw_only=True):
 
 
 class WrittenEvents:
-    """A `PoolWatcher` of chains with a key a block: what vLLM tells in its KV events."""
+    """A `PoolWatcher` for chains with one key per block; it records what vLLM reports in KV
+    events.
+    """
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -62,15 +65,16 @@ class WrittenEvents:
         self.events += [("removed", [keys[at]]) for at in range(end - 1, start - 1, -1)]
 
     def cleared(self) -> None:
-        raise AssertionError("nobody resets a cache of the truth")
+        raise AssertionError("recordings contain no reset of a cache")
 
 
 def judge(
     folder: Path, description: dict[str, Any], told: Told, given: Profile | None = None
 ) -> Iterator[Judgement]:
-    """`cached_tokens` of each request, then the KV events, all to agree. Raises TruthError.
+    """Yield two judgements: of the `cached_tokens` of all requests, and of all KV events. Raises
+    TruthError.
 
-    Blocks do not depend on times; a `given` profile stands in the place of the default one.
+    Blocks do not depend on times. A `given` profile replaces the default one.
     """
     shape = converted(folder, description, Description)
     recorded = lines_of(folder / "sequential.jsonl", Recorded)
@@ -94,7 +98,7 @@ def judge(
             chain=hash_chain(tokens, block_size_tokens=shape.block_size_tokens),
         )
         engine.submit(request, now)
-        # Pass by pass: a step of many passes evicts for all of them before it registers a block.
+        # The engine runs pass by pass, because a step of many passes evicts for all of them first.
         while (step := engine.step(now)) is not None:
             now = step.ends_at
         agreed += request.cached_tokens == row.cached_tokens
@@ -103,13 +107,13 @@ def judge(
     if is_there(events):
         expected = list(recorded_events(events, shape.block_size_tokens))
         same = sum(ours == theirs for ours, theirs in zip(written.events, expected, strict=False))
-        # Events too many are as wrong as events too few.
+        # Additional events are as wrong as missing ones.
         total = max(len(expected), len(written.events))
         yield all_of(folder.name, "blocks stored and removed, in order", total, same)
 
 
 def recorded_events(file: Path, block_size_tokens: int) -> Iterator[Event]:
-    """The recorded KV events, with our hashes in the place of the engine's. Raises TruthError."""
+    """Yield the recorded KV events with our hashes instead of the engine's. Raises TruthError."""
     ours: dict[Any, int] = {None: 0}
     for _, _, payload in lines_of(file, tuple[str, str, str]):
         try:
@@ -128,5 +132,5 @@ def recorded_events(file: Path, block_size_tokens: int) -> Iterator[Event]:
                     yield "stored", chain
         except (KeyError, TypeError, ValueError, msgspec.DecodeError) as problem:
             raise TruthError(
-                f"{file}: not the KV events that were expected: {problem!r}."
+                f"{file}: expected KV events in vLLM's format: {problem!r}."
             ) from problem

@@ -1,12 +1,13 @@
-"""`sim validate`: the simulator against every recording there is, and how far off it may be.
+"""`sim validate`: a comparison of the simulator with every available recording, and its errors.
 
-A recording is a folder with an `engine.toml` of which `kind` names a module of `sim/truth`; new
-recordings of a known kind need no code. Two come with the simulator, in `sim/truth/recordings`:
-what we recorded ourselves, and a table that was published. Those of other projects do not; a run
-that goes without them says what they are and where they are looked for.
+A recording is a folder with an `engine.toml` whose `kind` names a module of `sim/truth`. New
+recordings of a known kind need no code. Two recordings come with the simulator, in
+`sim/truth/recordings`: one made for it, and a published table. Recordings of other projects are not
+included. A run without them names them and the places where they are searched.
 
-Exit codes: 0 all within the tolerances, 1 not, or a recording cannot be read, 2 none was found,
-130 interrupted: the recordings that were done by then are told.
+Exit codes: 0 if all errors are within the tolerances, 1 if not or if a recording is unreadable, 2
+if no recording was found, and 130 if interrupted. An interrupted run prints the completed
+recordings.
 """
 
 import argparse
@@ -31,11 +32,11 @@ from sim.truth.judgement import Judgement, Told, TruthError, described
 
 
 class Kind(Struct, frozen=True):
-    """What is done with the recordings of one kind."""
+    """The processing of recordings of one kind."""
 
     judge: Callable[[Path, dict[str, Any], Told, Profile | None], Iterator[Judgement]]
     work: float
-    """How long one takes, about, beside those of other kinds."""
+    """Approximate duration of one recording, relative to other kinds."""
 
 
 KINDS: Final[Mapping[str, Kind]] = {
@@ -43,12 +44,13 @@ KINDS: Final[Mapping[str, Kind]] = {
     "latency": Kind(latency.judge, 1.0),
     "ladder": Kind(ladder.judge, 25.0),
 }
-"""In the order in which they are run: the quick ones first."""
+"""Kinds in the order in which they run, the fastest first."""
 
 RECORDINGS: Final = Path(__file__).with_name("recordings")
-"""What comes with the simulator."""
+"""Folder of the recordings that come with the simulator."""
 ELSEWHERE: Final = ("rtx4090-llama-3.1-8b", "rtxpro6000-llama-3.1-8b")
-"""Recordings that README's figures rest on too, and that are not ours to hand out."""
+"""Recordings on which figures in README also rest, and which cannot be distributed with the
+simulator."""
 
 _NOT_JUDGED: Final = "not judged"
 _HEADINGS: Final = ("truth", "what", "recorded", "simulated", "error", "tolerance", "")
@@ -58,8 +60,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add the subcommand to those of `sim`."""
     parser = commands.add_parser(
         "validate",
-        help="the simulator against recordings of real engines",
-        description="Run every recording found, print the errors, fail outside the tolerances.",
+        help="compare the simulator with recordings of real engines",
+        description="Run every recording, print the errors, and fail if one exceeds its tolerance.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -68,22 +70,24 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         action="append",
         metavar="DIR",
         help="a recording, or a folder of recordings; repeatable "
-        "(default: those that come with it, and those in $HOMING_SHARED/truth, else "
+        "(default: the included recordings, and those in $HOMING_SHARED/truth or else "
         "../shared/truth)",
     )
     parser.add_argument(
         "--profile",
         type=profile_named,
         metavar="NAME|FILE.toml",
-        help="judge this profile in the place of the one that belongs to each recording; of an "
-        "estimated profile its published error is the tolerance",
+        help="profile to judge instead of each recording's own; for an "
+        "estimated profile the tolerance is its published error",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the judgements there")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="file to write the judgements to, as JSON"
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command."""
+    """Run the command and return its exit code."""
     roots: list[Path] = options.truth or _shared_roots()
     folders = sorted({folder for root in roots for folder in folders_in(root)})
     if roots and not folders:
@@ -97,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
         with interrupts_call(_interrupt):
             findings.judge_all(folders, options.profile)
     except KeyboardInterrupt:
-        # What is left to do is to tell what is done.
+        # The completed recordings are still printed.
         pass
     _print_table(findings.judgements)
     if not options.truth:
@@ -117,20 +121,22 @@ def run(options: argparse.Namespace) -> int:
 
 
 class Findings:
-    """What is known of the recordings that are done."""
+    """The results of the completed recordings."""
 
     def __init__(self) -> None:
         self.judgements: list[Judgement] = []
         self.problems: list[str] = []
         self.done = 0
-        """Recordings, also those that cannot be read."""
+        """Number of completed recordings, including unreadable ones."""
 
     @property
     def passed(self) -> bool:
         return not self.problems and all(judgement.passed for judgement in self.judgements)
 
     def judge_all(self, folders: Sequence[Path], given: Profile | None = None) -> None:
-        """One after the other, the quick ones first, with a bar; `given` as `judge` has it."""
+        """Judge recordings one after the other, the fastest first, with a progress bar; `given` as
+        in `judge`.
+        """
         order = list(KINDS)
         ranked: list[tuple[int, float, Path]] = []
         for folder in folders:
@@ -148,7 +154,8 @@ class Findings:
         with progress_bar("{task.description}") as bar:
             task = bar.add_task("validate", total=100.0)
             for _, work, folder in sorted(ranked):
-                # Shown at once: the bar's own pace would miss the quick ones.
+                # The name is shown at once, because the bar's refresh interval would miss the fast
+                # recordings.
                 bar.update(task, description=folder.name, refresh=True)
 
                 def told(share: float, start: float = before, work: float = work) -> None:
@@ -168,16 +175,16 @@ def _interrupt() -> NoReturn:
 
 
 def folders_in(root: Path) -> list[Path]:
-    """`root` if it is a recording, else the recordings right inside it."""
+    """Return `root` if it is a recording, else the recordings directly inside it."""
     if (root / "engine.toml").is_file():
         return [root]
     return sorted(file.parent for file in root.glob("*/engine.toml"))
 
 
 def judge(folder: Path, told: Told, given: Profile | None = None) -> Iterator[Judgement]:
-    """All that is to be said of one recording. Raises TruthError.
+    """Yield all judgements of one recording. Raises TruthError.
 
-    A `given` profile stands in the place of the recording's own.
+    A `given` profile replaces the recording's own.
     """
     description = described(folder)
     kind = description.get("kind")
@@ -190,9 +197,9 @@ def judge(folder: Path, told: Told, given: Profile | None = None) -> Iterator[Ju
 
 
 def as_json(findings: Findings, *, complete: bool) -> bytes:
-    """`{schema, complete, passed, problems, judgements: [{..., passed}]}`.
+    """Return `{schema, complete, passed, problems, judgements: [{..., passed}]}` as JSON.
 
-    `complete`: all recordings are in it; only then can it have passed.
+    `complete` is True if all recordings are included. Otherwise `passed` is false.
     """
     document = {
         "schema": 1,
@@ -208,7 +215,7 @@ def as_json(findings: Findings, *, complete: bool) -> bytes:
 
 
 def _shared_roots() -> list[Path]:
-    """Where recordings may be besides those that come with the simulator; [] if nowhere."""
+    """Return the folders of further recordings, besides those that come with the simulator."""
     shared = os.environ.get("HOMING_SHARED")
     if shared:
         return [Path(shared) / "truth"]
@@ -221,9 +228,9 @@ def _say_missing(found: Collection[str]) -> None:
     if missing:
         sys.stdout.write(
             f"Not run: {' and '.join(missing)}, runs of GPUs that casys-kaist/LLMServingSim "
-            "published. They do not come with sim: with engine.toml, requests.jsonl and "
-            "kernels_*.csv as sim/truth/latency.py describes them, they are found in "
-            "$HOMING_SHARED/truth, in ../shared/truth, or where --truth says.\n"
+            "published. They are not included. With engine.toml, requests.jsonl and "
+            "kernels_*.csv as described in sim/truth/latency.py, they are found in "
+            "$HOMING_SHARED/truth, in ../shared/truth, or in the folder given by --truth.\n"
         )
 
 
@@ -240,8 +247,8 @@ def _print_table(judgements: Sequence[Judgement]) -> None:
         _print_plain(rows)
     if any(row[-1] == _NOT_JUDGED for row in rows):
         sys.stdout.write(
-            f"{_NOT_JUDGED}: no tolerance is promised for it. Judged are the means of a run, its "
-            "tails once fitted, and over the rates of a ladder the mean error and the cliff.\n"
+            f"{_NOT_JUDGED}: the number has no tolerance. Judgements cover the means of a run, its "
+            "p99 after the fit, and the mean error and the cliff over the rates of a ladder.\n"
         )
 
 

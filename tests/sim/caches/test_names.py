@@ -66,5 +66,5 @@ def test_a_profile_that_does_not_say_its_bytes_is_refused():
     profile = msgspec.structs.replace(PROFILE, kv_bytes_per_token=0)
     check_cache(None, profile)
     for name in BEHAVIOURS:
-        with pytest.raises(CacheNameError, match="says no kv_bytes_per_token"):
+        with pytest.raises(CacheNameError, match="has no kv_bytes_per_token"):
             check_cache(cache_named(name), profile)

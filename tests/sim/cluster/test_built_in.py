@@ -102,8 +102,8 @@ def test_another_distribution_s_strategies_have_names(offered):
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        (f"{__name__}:TAKEN", "has strategy homing, which is taken"),
-        (f"{__name__}:policy_source", "is no tuple of Strategy"),
+        (f"{__name__}:TAKEN", "has strategy homing, whose name is already in use"),
+        (f"{__name__}:policy_source", "is not a tuple of Strategy"),
         ("nowhere_at_all:X", "cannot be imported: ModuleNotFoundError"),
     ],
 )

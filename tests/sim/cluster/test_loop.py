@@ -35,5 +35,5 @@ def test_nothing_is_scheduled_in_the_past():
     loop = Loop()
     loop.at(1.0, lambda: None)
     loop.step()
-    with pytest.raises(AssertionError, match="lies before"):
+    with pytest.raises(AssertionError, match="is before"):
         loop.at(0.5, lambda: None)

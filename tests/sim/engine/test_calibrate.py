@@ -176,7 +176,7 @@ def test_points_of_no_engine_are_refused(tmp_path, exact, capsys):
     assert main(["calibrate", str(path)]) == 2
     shown, told = capsys.readouterr()
     assert shown == ""
-    assert told.startswith("sim: mine: the points are those of no engine: ")
+    assert told.startswith("sim: mine: the points do not fit any engine: ")
     assert told.count("\n") == 1
 
 
@@ -255,4 +255,4 @@ def test_an_estimate_needs_one_point(tmp_path, estimate, capsys):
     )
     assert main(["calibrate", str(path), "--out", str(tmp_path / "mine.toml")]) == 0
     assert find_profile(str(tmp_path / "mine.toml")).estimated.decode == 0.3
-    assert "say nothing" not in capsys.readouterr().err
+    assert "the residuals do not show" not in capsys.readouterr().err

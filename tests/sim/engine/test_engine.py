@@ -263,5 +263,7 @@ def test_a_prompt_longer_than_a_pass_is_refused_where_prompts_are_whole():
     """Its answer counts too: preempted, it is part of the prompt."""
     engine = engine_with(max_num_batched_tokens=1_000, max_num_seqs=8, chunked_prefill=False)
     engine.submit(request_of("a", 900, 100), 0.0)
-    with pytest.raises(ValueError, match="1001 tokens, the engine computes prompts whole and 1000"):
+    with pytest.raises(
+        ValueError, match="1001 tokens, the engine computes prompts in one pass of at most 1000"
+    ):
         engine.submit(request_of("b", 900, 101), 0.0)

@@ -58,7 +58,7 @@ def test_features_are_in_one_order_however_they_are_told():
         (["speculative:acceptance=9:0.7+8:0.4"], "longer than the one before it"),
         (["speculative:acceptance=9:0.7+0.4"], "acceptance"),
         (["speculative:acceptance=0.7,draft_s=-1"], "draft_s"),
-        (["ranks:count=2", "ranks:count=3"], "ranks is told twice"),
+        (["ranks:count=2", "ranks:count=3"], "ranks is given twice"),
     ],
 )
 def test_what_makes_no_sense_is_refused(texts, told):

@@ -275,10 +275,16 @@ def test_a_curve_of_experts_is_read_with_straight_lines():
 @pytest.mark.parametrize(
     ("lines", "told"),
     [
-        ("expert_tokens = [1, 2]\nexpert_s = [0.1]", "expert_tokens and expert_s are not two"),
-        ("expert_tokens = [1]\nexpert_s = [0.1]", "expert_tokens and expert_s are not two"),
+        (
+            "expert_tokens = [1, 2]\nexpert_s = [0.1]",
+            "expert_tokens and expert_s must have the same length",
+        ),
+        (
+            "expert_tokens = [1]\nexpert_s = [0.1]",
+            "expert_tokens and expert_s must have the same length",
+        ),
         ("expert_tokens = [2, 1]\nexpert_s = [0.1, 0.2]", "expert_tokens do not ascend"),
-        ("expert_tokens = [1, 2]\nexpert_s = [0.2, 0.1]", "expert_s falls"),
+        ("expert_tokens = [1, 2]\nexpert_s = [0.2, 0.1]", "expert_s decreases"),
     ],
 )
 def test_a_curve_of_experts_that_cannot_be_is_refused(tmp_path, lines, told):

@@ -119,7 +119,7 @@ def test_keys_without_a_meaning_here_are_told(tmp_path):
         ({"index_topk": 2048}, "index_topk: models with such layers"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder: models with an encoder"),
         ({"layer_types": ["linear_attention"] * 32}, "layer_types: 'linear_attention' is not supported"),
-        ({"quantization_config": {"quant_method": "magic"}}, "the format of 'magic' is not known"),
+        ({"quantization_config": {"quant_method": "magic"}}, "the format of 'magic' is unknown"),
         ({"quantization_config": 4}, "quantization_config: expected a JSON object, got 4"),
     ],
 )  # fmt: skip
@@ -144,7 +144,7 @@ def test_what_no_model_has_is_refused(tmp_path, keys, sentence):
         (b"[1, 2]", "expected a JSON object, got [1, 2]"),
         (b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
         (b'{"text_config": ' * 60_000, "config.json of a model"),
-        (b" " * (CONFIG_BYTES_MAX + 1), "at most 1,000,000 bytes; it has more"),
+        (b" " * (CONFIG_BYTES_MAX + 1), "at most 1,000,000 bytes; it is larger"),
         (b"%PDF-1.7", "expected the config.json of a model"),
     ],
 )
@@ -164,7 +164,7 @@ def test_a_huge_file_is_not_read(tmp_path):
     with file.open("wb") as sparse:
         sparse.truncate(100_000_000)
     for one in (file, Path("/dev/zero")):
-        with pytest.raises(ProfileError, match="it has more"):
+        with pytest.raises(ProfileError, match="it is larger"):
             read_config(one)
 
 

@@ -115,9 +115,12 @@ def test_the_unit_is_the_same_for_four_seeds_and_for_five(varied):
 @pytest.mark.parametrize(
     ("varied", "lacking"),
     [
-        (drawn(1), "1 seed, 3 are needed"),
-        (recorded(2), "2 seeds, 3 are needed"),
-        (recorded(5, blocks=4), "the trace has 4 blocks of 120 s, 5 are needed"),
+        (drawn(1), "1 seed given, confidence intervals need at least 3"),
+        (recorded(2), "2 seeds given, confidence intervals need at least 3"),
+        (
+            recorded(5, blocks=4),
+            "the trace has 4 blocks of 120 s, confidence intervals need at least 5",
+        ),
     ],
 )
 def test_too_little_to_tell_from_gives_no_interval(varied, lacking):
@@ -131,7 +134,7 @@ def test_a_figure_that_a_run_lacks_has_no_interval():
     """Nothing was completed under one seed: there is no mean over seeds, and it says so."""
     found = estimated([1.0, math.nan, 1.0], drawn(3))
     assert math.isnan(found.value)
-    assert found.lacking == "not every run has it"
+    assert found.lacking == "some runs do not have this figure"
 
 
 # What follows runs clusters: small ones, of which there must be many.

@@ -43,14 +43,14 @@ def test_bounds_are_read():
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", "'' is no bound; expected NAME=LIMIT with one of ttft-mean"),
-        ("ttft-p90", "'ttft-p90' is no bound"),
-        ("itl-p90=1", "'itl-p90=1' is no bound"),
+        ("", "'' is not a bound; expected NAME=LIMIT with one of ttft-mean"),
+        ("ttft-p90", "'ttft-p90' is not a bound"),
+        ("itl-p90=1", "'itl-p90=1' is not a bound"),
         ("ttft-p90=fast", "ttft-p90=fast: expected a number from 1e-06 to 86400"),
         ("ttft-p90=0", "ttft-p90=0: expected"),
         ("goodput=99", "goodput=99: expected a number from 1e-06 to 1"),
         ("lost=nan", "lost=nan: expected"),
-        ("ttft-p90=1,ttft-p90=2", "ttft-p90 is bounded twice"),
+        ("ttft-p90=1,ttft-p90=2", "ttft-p90 has two bounds"),
     ],
 )
 def test_what_is_none_is_refused(text, told):

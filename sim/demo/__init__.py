@@ -1,1 +1,1 @@
-"""`make demo`: round robin against Homing through a real Envoy."""
+"""The demo of `make demo`: round robin against Homing through a real Envoy."""

@@ -1,4 +1,4 @@
-"""`python -m sim.demo`, which is what `make demo` runs."""
+"""Entry point of `python -m sim.demo`, which `make demo` runs."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""One arm of the demo: its programs, started and stopped in order, and the workload sent through.
+"""One arm of the demo: start its programs in order, send the workload, stop the programs.
 
-Real parts: Envoy, `epp serve`, HTTP. Simulated: the pods (`sim serve`). Every program runs in a
-process group of its own, so that an interrupt from the terminal reaches the demo only, which then
-stops them.
+Envoy, `epp serve` and HTTP are real; the pods (`sim serve`) are simulated. Every program runs in
+its own process group. An interrupt from the terminal therefore reaches only the demo, which then
+stops the programs.
 """
 
 import asyncio
@@ -33,8 +33,9 @@ HOMING: Final = "homing"
 PODS: Final = 4
 PROFILE: Final = "qwen3-32b-h100-tp2"
 CACHE_SHARE: Final = 0.25
-"""Of the profile's KV cache. A real fleet has more tenants and hours to fill it; the demo has a
-minute, so cache and traffic are made smaller together."""
+"""Share of the profile's KV cache that each pod has. A real fleet fills its cache with more tenants
+over hours; the demo has one minute, so cache and traffic are reduced together.
+"""
 BLOCK_SIZE_TOKENS: Final = 16
 
 _READY_S_MAX: Final = 30.0
@@ -44,13 +45,13 @@ _LOG_TAIL_BYTES: Final = 2000
 
 
 class DemoError(Exception):
-    """Why there is no result: one sentence."""
+    """The demo has no result; the text is one sentence with the reason."""
 
 
 class ArmResult(Struct, kw_only=True):
     outcomes: list[RequestOutcome]
     requests_per_pod: list[int]
-    """As the pods counted them, in their order."""
+    """Requests that each pod counted, in the order of the pods."""
 
 
 class Ports(Struct, frozen=True, kw_only=True):
@@ -77,10 +78,10 @@ class Child:
     async def running(
         cls, name: str, command: Sequence[str], log: Path, *, announces: bool = False
     ) -> AsyncIterator["Child"]:
-        """Started on entry; the whole group is gone on exit, whatever happened inside.
+        """Start the program on entry, and kill its whole process group on exit in every case.
 
-        What it says goes to the file `log`; if it `announces`, its standard output does not, and
-        `announcement` reads the first line of it.
+        The output goes to the file `log`. With `announces`, standard output does not;
+        `announcement` reads its first line.
         """
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
@@ -101,17 +102,17 @@ class Child:
         return self._process.pid
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it, to this program alone; nothing if it has ended."""
+        """Send the signal to this program alone; do nothing if it has ended."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
     async def announcement(self) -> bytes:
-        """The first line that a child which `announces` prints."""
+        """Return the first line that a child started with `announces` prints."""
         assert self._process.stdout is not None, "started with announces"
         return await self._process.stdout.readline()
 
     async def ended(self) -> DemoError:
-        """Wait until the program ends by itself; why that is wrong."""
+        """Wait until the program ends by itself, and return that as an error."""
         code = await self._process.wait()
         return DemoError(f"{self.name} ended with code {code}: {self._last_words()}")
 
@@ -131,7 +132,7 @@ class Child:
 
 
 class Arm:
-    """One arm from start to stop: pods, picker or none, Envoy, the whole workload."""
+    """One arm from start to stop: pods, a picker or none, Envoy, the whole workload."""
 
     def __init__(self, name: str, *, envoy: Path, seed: int, folder: Path) -> None:
         self.name = name
@@ -144,7 +145,7 @@ class Arm:
     async def run(
         self, workload: Sequence[Conversation], answered: Callable[[RequestOutcome], None]
     ) -> ArmResult:
-        """Serve the workload once. DemoError if a program fails."""
+        """Send the workload once and return the results. Raises `DemoError` if a program fails."""
         async with contextlib.AsyncExitStack() as stack:
             gateway, pods = await self._start(stack)
             outcomes = await self._unless_ended(
@@ -154,7 +155,7 @@ class Arm:
         return ArmResult(outcomes=outcomes, requests_per_pod=counted)
 
     async def _start(self, stack: contextlib.AsyncExitStack) -> tuple[str, list[str]]:
-        """Start everything; the gateway's address and those of the pods."""
+        """Start all programs; return the gateway's address and those of the pods."""
         ports = _free_ports()
         servers = await self._run(
             stack, "sim serve", _pods_command(self._endpoints, self._seed), announces=True
@@ -186,7 +187,7 @@ class Arm:
         return child
 
     async def _unless_ended(self, work: Awaitable[_T]) -> _T:
-        """The result of `work`; DemoError as soon as one of the programs ends."""
+        """Return the result of `work`. Raises `DemoError` as soon as one of the programs ends."""
         task = asyncio.ensure_future(work)
         ends = [asyncio.ensure_future(child.ended()) for child in self._children]
         try:
@@ -201,7 +202,7 @@ class Arm:
 
 
 async def _write_bootstrap(path: Path, ports: Ports, in_turn: Sequence[str]) -> None:
-    """What `epp envoy-config` prints; with `in_turn`, those addresses and no picker."""
+    """Write the output of `epp envoy-config`. With `in_turn`, it has those addresses and no picker."""
     command = [
         *(sys.executable, "-m", "epp", "envoy-config", "--out", str(path)),
         *("--listen-host", "127.0.0.1", "--listen-port", str(ports.gateway)),
@@ -238,7 +239,7 @@ def _picker_command(endpoints: Path, ports: Ports, seed: int) -> list[str]:
 
 
 def _envoy_command(envoy: Path, bootstrap: Path) -> list[str]:
-    # One worker: each would go round the endpoints on its own.
+    # Envoy runs one worker, because each worker would do its own round robin.
     return [
         *(str(envoy), "--config-path", str(bootstrap), "--concurrency", "1"),
         *("--disable-hot-restart", "--log-level", "warning"),
@@ -250,9 +251,10 @@ def cache_blocks() -> int:
 
 
 def find_envoy() -> Path:
-    """The `envoy` command, beside this Python or on the path.
+    """Return the `envoy` command beside this Python interpreter or on the path.
 
-    By its command and not by import: other distributions have a package of the same name.
+    The command is searched by its file and not by import, because other distributions have a
+    package of the same name. Raises `DemoError` if there is none.
     """
     beside = Path(sys.executable).with_name("envoy")
     found = shutil.which(beside) or shutil.which("envoy")
@@ -272,11 +274,11 @@ def _free_ports() -> Ports:
 
 
 async def _answers(gateway: str) -> None:
-    """Until a request passes through the whole chain; DemoError if that takes too long."""
+    """Wait until a request passes through the whole chain. Raises `DemoError` on timeout."""
     async with ClientSession(timeout=ClientTimeout(total=_READY_S_MAX)) as session:
         try:
             async with asyncio.timeout(_READY_S_MAX):
-                while not await _is_ready(session, gateway):  # noqa: ASYNC110 - it is far away
+                while not await _is_ready(session, gateway):  # noqa: ASYNC110  it is remote
                     await asyncio.sleep(_READY_POLL_S)
         except TimeoutError:
             raise DemoError(
@@ -293,7 +295,7 @@ async def _is_ready(session: ClientSession, gateway: str) -> bool:
 
 
 async def _requests_served(pod: str) -> int:
-    """What the pod itself counted, from its metrics page."""
+    """Return the number of requests that the pod counted, from its metrics page."""
     async with ClientSession() as session, session.get(f"{pod}/metrics") as response:
         page = await response.text()
     counts = re.findall(r"^vllm:request_success_total\{.*\} (\S+)$", page, re.MULTILINE)

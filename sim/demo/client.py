@@ -1,4 +1,6 @@
-"""The demo's reader side: sends the workload to one gateway and measures what a client sees."""
+"""The demo's client: sends the workload to one gateway and measures latencies as a client sees
+them.
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -21,15 +23,15 @@ class RequestOutcome(Struct, kw_only=True):
     conversation: int
     turn: int
     sent_at_s: Seconds
-    """After the start of the run."""
+    """Sending time, after the start of the run."""
     ttft_s: Seconds = 0.0
-    """From sending to the first chunk with text in it."""
+    """Time from sending to the first chunk with text."""
     duration_s: Seconds = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     error: str = ""
-    """Why there is no whole answer; "" if there is."""
+    """Reason why there is no complete answer, or "" if there is one."""
 
 
 async def drive(
@@ -38,9 +40,9 @@ async def drive(
     workload: Sequence[Conversation],
     answered: Callable[[RequestOutcome], None],
 ) -> list[RequestOutcome]:
-    """Send the whole workload; the outcomes in the order in which the requests ended.
+    """Send the whole workload. Return the outcomes in the order in which the requests ended.
 
-    A request without a whole answer ends its conversation: the next turn would not be the same.
+    A request without a complete answer ends its conversation, because the next turn would differ.
     """
     outcomes: list[RequestOutcome] = []
     started_at = asyncio.get_running_loop().time()
@@ -64,7 +66,7 @@ async def drive(
 
 
 class _Reader:
-    """One conversation, turn after turn."""
+    """A reader that sends one conversation, turn after turn."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""`make demo`: the same conversations through the same Envoy, in turn and where Homing sends them.
+"""The command of `make demo`: the same conversations through Envoy, by round robin and by Homing.
 
 Exit codes: 0 done, 1 an error anywhere, 2 the packaged Envoy does not run here (or a wrong command
 line), 130 interrupted.
@@ -47,7 +47,7 @@ from sim.engine.profiles import find_profile
 
 
 class Options(Struct, frozen=True, kw_only=True):
-    """What the command line says."""
+    """Values of the command line."""
 
     seed: int
     out: Path
@@ -55,12 +55,12 @@ class Options(Struct, frozen=True, kw_only=True):
 
 
 async def run_demo(options: Options, console: Console) -> int:
-    """Both arms, the table and the files; the exit code."""
+    """Run both arms, print the table, write the files, and return the exit code."""
     workload = conversations(options.workload, options.seed)
     total = requests_in(workload)
     console.print(
-        f"The same {total} requests go twice through a real Envoy to {PODS} simulated pods: in turn, "
-        f"then where Homing sends them. At most three minutes; seed {options.seed}.",
+        f"The demo sends the same {total} requests twice through a real Envoy to {PODS} simulated "
+        f"pods: by round robin, then by Homing. It takes at most three minutes; seed {options.seed}.",
         highlight=False,
     )
     envoy = find_envoy()
@@ -104,7 +104,9 @@ def _advance(progress: Progress, task: TaskID, _: RequestOutcome) -> None:
 
 
 def _verdict(results: dict[str, ArmResult], total: int, console: Console) -> int:
-    """0 if every request was answered and counted by a pod; otherwise say what was not, and 1."""
+    """Return 0 if every request was answered and counted by a pod, else print the problem and
+    return 1.
+    """
     code = 0
     for name, result in results.items():
         wrong = [outcome.error for outcome in result.outcomes if outcome.error]
@@ -118,8 +120,8 @@ def _verdict(results: dict[str, ArmResult], total: int, console: Console) -> int
         served = sum(result.requests_per_pod)
         if not wrong and not len(result.outcomes) == served == total:
             console.print(
-                f"{title_of(name)}: {total} requests were to be sent, {len(result.outcomes)} were, "
-                f"the pods counted {served}",
+                f"{title_of(name)}: expected {total} requests, sent {len(result.outcomes)}, "
+                f"counted by the pods {served}",
                 style="red",
             )
             code = 1
@@ -148,21 +150,24 @@ def _conditions(options: Options, workload: Sequence[Conversation]) -> list[tupl
     return [
         ("Pods", f"{PODS} an arm, fresh, simulated: {PROFILE} ({find_profile(PROFILE).model})"),
         ("KV cache", f"{cache_tokens:,} tokens a pod, {CACHE_SHARE:.0%} of the real one"),
-        ("Why so small", "cache and traffic shrink together: a minute stands for a longer time"),
+        (
+            "Why so small",
+            "cache and traffic are reduced together, so a minute stands for a longer time",
+        ),
         ("Tenants", f"{shape.tenants}, system prompts of {shape.system_tokens:,} tokens (median)"),
         ("Conversations", f"{len(workload)}, {requests_in(workload)} requests"),
         ("Arrivals", f"Poisson, {shape.conversations_per_s:g}/s for {shape.arrival_window_s:g} s"),
         ("Turns", f"{shape.turns_min} to {shape.turns_max}, {shape.think_s_mean:g} s between them"),
         ("Question, answer", f"{shape.question_tokens} and {shape.answer_tokens} tokens (median)"),
-        ("Gateway", "Envoy, the same bootstrap; in turn: a ROUND_ROBIN cluster and no picker"),
+        ("Gateway", "Envoy with the same bootstrap; round robin: a ROUND_ROBIN cluster, no picker"),
         ("Homing", "epp serve with its default profile"),
-        ("Measured", "by the client, over all requests; caches are cold at the start of each arm"),
-        ("Again", "python -m sim.demo " + _arguments(options)),
+        ("Measured", "by the client, over all requests; caches are empty at the start of each arm"),
+        ("Repeat with", "python -m sim.demo " + _arguments(options)),
     ]
 
 
 def _arguments(options: Options) -> str:
-    """The command line that runs the same workload."""
+    """Return the command line that runs the same workload."""
     default, shape = WorkloadSettings(), options.workload
     words = [f"--seed {options.seed}"]
     if shape.arrival_window_s != default.arrival_window_s:
@@ -184,12 +189,12 @@ def _write_results(out: Path, summary: Summary, page: str) -> list[Path]:
 
 
 def runs_here() -> bool:
-    """Whether the packaged Envoy runs on this machine."""
+    """Return whether the packaged Envoy runs on this machine."""
     return sys.platform == "linux" and platform.machine() in {"x86_64", "AMD64"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; see the module for the exit codes."""
+    """Run the demo; the module's docstring lists the exit codes."""
     options = _parse(arguments)
     console = Console()
     if not runs_here():
@@ -202,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _until_interrupted(options: Options, console: Console) -> int:
-    """`run_demo`, stopped in order by SIGINT, SIGTERM or SIGHUP; further signals are ignored."""
+    """Run `run_demo` and stop it in order on SIGINT, SIGTERM or SIGHUP; ignore further signals."""
     demo = asyncio.ensure_future(run_demo(options, console))
     received: list[int] = []
 
@@ -217,7 +222,7 @@ async def _until_interrupted(options: Options, console: Console) -> int:
     try:
         return await demo
     except asyncio.CancelledError:
-        console.print("interrupted; everything is stopped")
+        console.print("interrupted; all programs are stopped")
         return 128 + received[0]
     except (DemoError, OSError) as problem:
         console.print(f"demo: {problem}", style="red", markup=False, highlight=False)
@@ -232,22 +237,22 @@ def _parse(arguments: Sequence[str] | None) -> Options:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--seed", type=int, default=1, help="decides the whole workload")
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="where the results go")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the workload")
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for the results")
     parser.add_argument(
         "--seconds",
         type=float,
         default=default.arrival_window_s,
-        help="how long conversations arrive, in each arm",
+        help="seconds during which conversations arrive, in each arm",
     )
     parser.add_argument(
-        "--turns-max", type=int, default=default.turns_max, help="longest conversation"
+        "--turns-max", type=int, default=default.turns_max, help="turns of the longest conversation"
     )
     given = parser.parse_args(arguments)
     if not 0 < given.seconds <= 3600:
-        parser.error(f"--seconds {given.seconds:g} is not above 0 and at most 3600")
+        parser.error(f"--seconds is {given.seconds:g}; it must be above 0 and at most 3600")
     if not default.turns_min <= given.turns_max <= 100:
-        parser.error(f"--turns-max {given.turns_max} is not one of {default.turns_min} to 100")
+        parser.error(f"--turns-max is {given.turns_max}; it must be {default.turns_min} to 100")
     workload = msgspec.structs.replace(
         default, arrival_window_s=given.seconds, turns_max=given.turns_max
     )

@@ -1,6 +1,6 @@
-"""What the demo found: numbers for machines, a table's worth for people, one page to look at.
+"""The demo's results: figures as JSON, and one HTML page.
 
-The page is one HTML file without fonts or addresses: it opens offline, charts are SVG.
+The page is one file without external fonts or links, with charts as SVG, and opens offline.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,20 +35,20 @@ _TITLES: Final = {"round_robin": "Round robin", "homing": "Homing"}
 
 
 class ArmSummary(Struct, kw_only=True):
-    """One arm in numbers; `ttft_ms` and the rate are over requests with a whole answer."""
+    """Figures of one arm; `ttft_ms` and the hit rate cover requests with a complete answer."""
 
     requests: int
     errors: int
     ttft_ms: dict[str, float | None]
-    """"p50" and "p90"; None when nothing was answered."""
+    """Percentiles "p50" and "p90"; None if no request was answered."""
     prefix_hit_rate: float
-    """Cached prompt tokens / prompt tokens, as the servers' usage says."""
+    """Cached prompt tokens / prompt tokens, from the usage that servers report."""
     requests_per_pod: list[int]
-    """As the pods counted them, in the order of the pods."""
+    """Requests that each pod counted, in the order of the pods."""
 
 
 class Summary(Struct, kw_only=True):
-    """demo/summary.json."""
+    """Content of demo/summary.json."""
 
     schema: int
     seed: int
@@ -56,12 +56,12 @@ class Summary(Struct, kw_only=True):
 
 
 def title_of(arm: str) -> str:
-    """How people read the name of an arm."""
+    """Return the display name of an arm."""
     return _TITLES[arm]
 
 
 def summarise(outcomes: Sequence[RequestOutcome], requests_per_pod: Sequence[int]) -> ArmSummary:
-    """The numbers of one arm."""
+    """Return the figures of one arm."""
     answered = [outcome for outcome in outcomes if not outcome.error]
     prompt_tokens = sum(outcome.prompt_tokens for outcome in answered)
     cached_tokens = sum(outcome.cached_tokens for outcome in answered)
@@ -83,7 +83,7 @@ def render_report(
     outcomes: Mapping[str, Sequence[RequestOutcome]],
     conditions: Sequence[tuple[str, str]],
 ) -> str:
-    """The page. `conditions`: what was run, as (name, value)."""
+    """Return the page. `conditions` are the parameters of the run as (name, value)."""
     arms = [arm for arm in _COLOURS if arm in summary.arms]
     names = [_TITLES[arm] for arm in arms]
     counts = {arm: summary.arms[arm].requests_per_pod for arm in arms}
@@ -92,8 +92,8 @@ def render_report(
     distribution = _distribution({arm: outcomes[arm] for arm in arms})
     return page(
         "Homing against round robin",
-        "The same conversations, word for word and at the same moments, through the same Envoy to "
-        "four fresh simulated pods: once in turn, once where Homing sends them. "
+        "The same conversations, word for word and at the same times, through the same Envoy to "
+        "four fresh simulated pods: once by round robin, once by Homing. "
         f"Seed {summary.seed}.",
         f'<div class="cards">{numbers}</div>'
         + figure("Time to first token, as the client saw it", distribution, names)
@@ -108,7 +108,7 @@ def render_report(
 
 
 def milliseconds(value: float | None) -> str:
-    """For tables: no decimals, a dash for nothing."""
+    """Return a table cell without decimals, or a dash for None."""
     return "-" if value is None else f"{value:,.0f} ms"
 
 
@@ -124,7 +124,7 @@ def _card(arm: str, numbers: ArmSummary) -> str:
 
 
 def _distribution(outcomes: Mapping[str, Sequence[RequestOutcome]]) -> str:
-    """Share of requests (up) that had their first token within so many milliseconds (log)."""
+    """Return the chart of the share of requests with their first token within a time (log axis)."""
     lines: dict[str, Points] = {}
     for arm, found in outcomes.items():
         ttfts_ms = sorted(outcome.ttft_s * 1000 for outcome in found if not outcome.error)
@@ -142,7 +142,7 @@ def _distribution(outcomes: Mapping[str, Sequence[RequestOutcome]]) -> str:
 
 
 def _pod_bars(counts: Mapping[str, Sequence[int]]) -> str:
-    """Requests each pod served, the arms beside each other."""
+    """Return the chart of requests that each pod served, with the arms side by side."""
     pods = max((len(found) for found in counts.values()), default=0)
     highest = max((max(found, default=0) for found in counts.values()), default=0) or 1
     bottom = HALF.up(0.0)

@@ -1,9 +1,10 @@
-"""Chat traffic: many tenants, each with its system prompt, conversations of several turns.
+"""The demo's chat traffic: many tenants, each with its own system prompt, and conversations of
+several turns.
 
-Conversations arrive by themselves (a Poisson process), whatever the servers do; inside one, the
-next turn is sent when the answer is there and its reader has thought about it. The real answer goes
-into the next turn. Everything else is drawn beforehand from one seed, so that two runs send the
-same conversations at the same moments, word for word.
+Conversations arrive as a Poisson process, independent of the servers. Within a conversation, the
+next turn is sent after the answer and a think time, and contains the real answer. All else is drawn
+in advance from one seed, so that two runs send the same conversations at the same times, word for
+word.
 """
 
 import math
@@ -17,12 +18,14 @@ from sim.pods.tokens import draw_words
 
 
 class WorkloadSettings(Struct, frozen=True, kw_only=True):
-    """Counts, tokens and seconds. Lengths are drawn around their medians, as lognormals."""
+    """Settings of the workload in counts, tokens and seconds. Token counts are medians of lognormal
+    distributions.
+    """
 
     arrival_window_s: float = 18.0
     conversations_per_s: float = 3.5
     tenants: int = 32
-    """Each has its own system prompt; some are busier than others (Zipf)."""
+    """Number of tenants. Each has its own system prompt; their popularity follows Zipf's law."""
     tenant_skew: float = 0.7
     system_tokens: int = 5000
     question_tokens: int = 200
@@ -34,7 +37,7 @@ class WorkloadSettings(Struct, frozen=True, kw_only=True):
 
 
 class Turn(Struct, frozen=True):
-    """One question; `think_s` passes between the answer before it and its sending."""
+    """One question, sent `think_s` after the answer before it."""
 
     question: str
     answer_tokens: int
@@ -42,7 +45,7 @@ class Turn(Struct, frozen=True):
 
 
 class Conversation(Struct, frozen=True, kw_only=True):
-    """What one reader asks of one tenant's assistant."""
+    """The questions of one reader to one tenant's assistant."""
 
     arrives_s: float
     """Seconds after the start of the run."""
@@ -52,7 +55,7 @@ class Conversation(Struct, frozen=True, kw_only=True):
 
 
 def conversations(settings: WorkloadSettings, seed: int) -> list[Conversation]:
-    """The whole workload, in order of arrival."""
+    """Return the whole workload, in order of arrival."""
     systems = _systems(settings, seed)
     popularity = list(
         accumulate(1 / (rank + 1) ** settings.tenant_skew for rank in range(settings.tenants))
@@ -77,7 +80,7 @@ def conversations(settings: WorkloadSettings, seed: int) -> list[Conversation]:
 
 
 def requests_in(workload: Sequence[Conversation]) -> int:
-    """How many requests the workload sends when every one is answered."""
+    """Return how many requests the workload sends if every one is answered."""
     return sum(len(conversation.turns) for conversation in workload)
 
 
@@ -100,5 +103,5 @@ def _turn(settings: WorkloadSettings, random: Random, *, first: bool) -> Turn:
 
 
 def _length(random: Random, median_tokens: int) -> int:
-    """Around the median: nine of ten between its half and its double."""
+    """Draw a length around the median; nine of ten lie between half and double of it."""
     return max(1, round(random.lognormvariate(math.log(median_tokens), 0.4)))

@@ -1,1 +1,1 @@
-"""Real requests to a live gateway, at the moments that a trace says."""
+"""A load generator: sends the requests of a trace to a live gateway, at the trace's times."""

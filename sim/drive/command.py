@@ -1,4 +1,4 @@
-"""`sim drive`: a trace as real requests against a live gateway."""
+"""The command `sim drive`: send a trace as real requests to a live gateway."""
 
 import argparse
 import asyncio
@@ -36,57 +36,62 @@ _IN_FLIGHT_MAX: Final = 100_000
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """The command line of `sim drive`."""
+    """Add the command line of `sim drive`."""
     parser = subparsers.add_parser(
         "drive",
-        help="a trace as real requests against a live gateway",
-        description="Send the requests of TRACE to a gateway at the moments that the trace says, "
-        "and measure what clients see. Prompts are made-up text that shares where the trace says.",
+        help="send a trace as real requests to a live gateway",
+        description="Send the requests of TRACE to a gateway at the trace's times, and measure "
+        "latencies as clients see them. Prompts are generated text with the trace's shared prefixes.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "trace", metavar="TRACE", help="a trace, or the directory of a live capture"
     )
     add = parser.add_argument_group("Gateway").add_argument
-    add(
-        "--url", type=_url, required=True, metavar="URL", help="of the gateway, http:// or https://"
-    )
+    add("--url", type=_url, required=True, metavar="URL", help="gateway, http:// or https://")
     add("--model", action="append", type=_model, default=[], metavar="[TRACED=]NAME",
-        help="ask for NAME in the place of the trace's model, or of TRACED alone")  # fmt: skip
+        help="request model NAME instead of the trace's models, or instead of TRACED only")  # fmt: skip
     add("--unlisted-models", action="store_true",
-        help="do not ask the gateway first whether it serves the models")  # fmt: skip
+        help="do not check first whether the gateway serves the models")  # fmt: skip
     add("--header", action="append", type=_header, default=[], metavar="NAME:VALUE",
-        help="of every request; never written to a report")  # fmt: skip
-    add("--header-file", type=Path, metavar="FILE", help="the same, one a line: for keys")
+        help="header of every request; never written to a report")  # fmt: skip
+    add("--header-file", type=Path, metavar="FILE",
+        help="file with headers of every request, one a line; use it for API keys")  # fmt: skip
     add("--pod-header", default="x-homing-endpoint", metavar="NAME",
-        help="response header that tells who served (x-homing-endpoint)")  # fmt: skip
+        help="response header that names the pod (default: x-homing-endpoint)")  # fmt: skip
     add = parser.add_argument_group("Load").add_argument
     add(
         "--speed",
         type=_positive,
         default=1.0,
         metavar="X",
-        help="requests are sent X times as fast",
+        help="send the requests X times as fast as in the trace (default: 1)",
     )
-    add("--requests", type=_count, metavar="N", help="only the first N")
+    add("--requests", type=_count, metavar="N", help="send only the first N requests")
     add("--in-flight", type=_in_flight, default=1_000, metavar="N",
-        help="open at once; above it requests are not sent, and counted (1000)")  # fmt: skip
-    add("--timeout", type=_positive, default=600.0, metavar="S", help="of one request (600)")
+        help="maximum number of concurrent requests; requests beyond it are counted but not sent "
+        "(default: 1000)")  # fmt: skip
+    add("--timeout", type=_positive, default=600.0, metavar="S",
+        help="timeout of one request in seconds (default: 600)")  # fmt: skip
     add(
         "--beside",
         type=Path,
         metavar="DIR",
-        help="results of `sim replay --out`, to be shown beside",
+        help="results of `sim replay --out`, shown beside the measured ones",
     )
-    add("--seed", type=int, default=1, help="of a generated workload (1)")
+    add("--seed", type=int, default=1, help="seed of a generated workload (default: 1)")
     add_reading_flags(parser, "--trace-format")
     add_output_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """0: done; 1: no request has a whole answer, or a model is not served. 130: interrupted, what was done is told."""
-    # HTTP takes a tenth of a second to import, which no other command shall pay for.
+    """Run `sim drive` and return its exit code.
+
+    0: done. 1: no request has a complete answer, or the gateway does not serve a model. 130:
+    interrupted; the results up to then are written.
+    """
+    # The HTTP client takes a tenth of a second to import, which other commands avoid.
     from sim.drive.driver import DriveSettings  # noqa: PLC0415
     from sim.drive.served_models import (  # noqa: PLC0415
         NotServedError,
@@ -118,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
         except NotServedError as unserved:
             return failed(str(unserved), code=1)
         except NotToldError as untold:
-            warned(f"The gateway did not tell which models it serves: {untold}.")
+            warned(f"The gateway did not report which models it serves: {untold}.")
     folder = open_folder(options)
     measures, progress = DriveMeasures(), progress_bar("drive")
     told = _shown(progress, total, measures)
@@ -150,7 +155,7 @@ def run(options: argparse.Namespace) -> int:
 async def _drive(
     settings: "DriveSettings", told: "Callable[[Driven], None]", arrivals: Iterator[Arrival]
 ) -> "tuple[Driver, float, bool]":
-    """The driver, how long it took, and whether it was stopped."""
+    """Run the drive. Return the driver, its duration, and whether it was interrupted."""
     from sim.drive.driver import Driver  # noqa: PLC0415
 
     driver = Driver(settings, told)
@@ -168,7 +173,7 @@ async def _drive(
 
 
 def _shown(progress: Progress, total: int, measures: DriveMeasures) -> "Callable[[Driven], None]":
-    """Measures each request, and moves the bar."""
+    """Return a callback that records a request that ended and advances the progress bar."""
     task = progress.add_task("drive", total=total or None)
 
     def ended(driven: "Driven") -> None:
@@ -179,7 +184,7 @@ def _shown(progress: Progress, total: int, measures: DriveMeasures) -> "Callable
 
 
 def _conditions(options: argparse.Namespace) -> dict[str, Any]:
-    """What was run, without the headers that were given: there may be keys among them."""
+    """Return what was run, without the given headers, because they may contain keys."""
     return {
         "trace": Path(options.trace).name,
         "url": options.url,
@@ -193,7 +198,10 @@ def _conditions(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _headers_in(path: Path | None) -> list[tuple[str, str]]:
-    """Raises `OutputError`, `OSError`; what is wrong is not quoted: it may be a key."""
+    """Return the headers in a file. Raises `OutputError` and `OSError`.
+
+    The messages do not quote the content, because it may be a key.
+    """
     if path is None:
         return []
     try:
@@ -213,7 +221,7 @@ def _url(text: str) -> str:
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise argparse.ArgumentTypeError("expected http://HOST[:PORT] or https://HOST[:PORT]")
     if "@" in parts.netloc:
-        raise argparse.ArgumentTypeError("expected no password in it: give a --header-file")
+        raise argparse.ArgumentTypeError("expected a URL without password: use --header-file")
     return f"{text.rstrip('/')}/"
 
 

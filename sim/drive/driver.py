@@ -1,8 +1,8 @@
-"""Sends the requests of a trace when the trace says: an open loop, which waits for no answer.
+"""A driver that sends the requests of a trace at the trace's times, in an open loop.
 
-A gateway that is slow does not make its clients fewer. What bounds the loop is told: above
-`in_flight_max` requests at once the next ones are not sent, and counted; how late requests were
-sent is measured, because then it was the driver that was slow.
+The loop does not wait for answers, so that a slow gateway does not reduce the load. If
+`in_flight_max` requests are in flight, further ones are counted but not sent. The driver measures
+how late it sent each request, because lateness means that the driver itself is slow.
 """
 
 import asyncio
@@ -21,21 +21,21 @@ from sim.traces.arrival import Arrival
 from sim.traces.prompts import COMPLETIONS_PATH, body_of, model_of
 
 ENDS_KEPT_MAX: Final = 100_000
-"""Requests whose end is remembered, for those that wait for their answers."""
+"""Maximum number of requests whose end time is stored for follow-up requests."""
 _OWN_HEADERS: Final = frozenset(
     {"authorization", "connection", "content-length", "content-type", "host", "transfer-encoding"}
 )
-"""Never from a trace: they are for who drives to say."""
+"""Headers that are never copied from a trace, because the driver or its operator sets them."""
 
 
 class DriveSettings(Struct, frozen=True, kw_only=True):
     url: str
     models: dict[str, str] = {}
-    """Model of the trace -> model to ask for; under "" the one for all others."""
+    """Model to request, by model of the trace; the key "" is the default."""
     headers: dict[str, str] = {}
-    """Of every request."""
+    """Headers of every request."""
     pod_header: str = "x-homing-endpoint"
-    """Of responses: who served."""
+    """Response header that names the pod that served the request."""
     speed: float = 1.0
     in_flight_max: int = 1_000
     timeout_s: Seconds = 600.0
@@ -47,42 +47,47 @@ class Driven(Struct, kw_only=True):
     index: int
     model: str
     due_s: Seconds
-    """From the start of the drive."""
+    """Planned sending time, from the start of the drive."""
     late_s: Seconds = 0.0
-    """It was sent so much after it was due."""
+    """Delay between the planned and the actual sending time."""
     answer: Streamed
     error: str = ""
-    """Why there is no whole answer; "" if there is."""
+    """Reason why there is no complete answer, or "" if there is one."""
 
 
 class Driver:
-    """One drive. `stop` ends it early; what was done is done."""
+    """One drive of a trace; `stop` ends it early and keeps what was measured."""
 
     def __init__(self, settings: DriveSettings, ended: Callable[[Driven], None]) -> None:
-        """`ended` is told of each request that was sent and has ended, whole or not."""
+        """Create a driver that calls `ended` for each request that was sent and has ended, complete
+        or not.
+        """
         self._settings = settings
         self._ended = ended
         self._stop = asyncio.Event()
         self._at_once = 0
         self._ends: OrderedDict[int, asyncio.Future[Seconds]] = OrderedDict()
-        """By index, when each ended."""
+        """End time of each request, by index."""
         self.not_sent = 0
-        """Too many were in flight."""
+        """Requests that were not sent because too many were in flight."""
         self.unfit = 0
-        """Cannot be spelt as a text."""
+        """Requests that were not sent because their token ids cannot be written as text."""
         self.cut = 0
-        """Had not ended when the drive was stopped."""
+        """Requests in flight when the drive was stopped."""
 
     def stop(self) -> None:
-        """Send nothing more and wait for nothing."""
+        """Send no further requests, and do not wait for those in flight."""
         self._stop.set()
 
     async def run(self, arrivals: Iterable[Arrival]) -> Seconds:
-        """Until all have ended, or `stop`; how long it took. Raises what reading the trace raises."""
+        """Send all requests and wait for their ends or for `stop`. Return the duration.
+
+        Raises what reading the trace raises.
+        """
         settings = self._settings
         loop = asyncio.get_running_loop()
         coming = iter(arrivals)
-        # To sort a trace by time many of its lines are read before the first is given.
+        # Sorting a trace by time reads many lines before the first one is available.
         first = tuple(islice(coming, 1))
         started_at = loop.time()
         tasks: set[asyncio.Task[None]] = set()
@@ -113,7 +118,7 @@ class Driver:
     async def _stopped_before(self, due_at: Seconds) -> bool:
         wait_s = due_at - asyncio.get_running_loop().time()
         if wait_s <= 0:
-            # What is in flight has its turn also where requests are due all at once.
+            # Requests in flight must also make progress while many requests are due at once.
             await asyncio.sleep(0)
             return self._stop.is_set()
         try:
@@ -162,7 +167,8 @@ class Driver:
             try:
                 await ask(
                     session,
-                    # Put together as text: a path of the trace names no other host.
+                    # The URL is joined as text, so that a path in the trace cannot name another
+                    # host.
                     f"{self._settings.url.rstrip('/')}/{path.lstrip('/')}",
                     body,
                     headers,
@@ -177,9 +183,11 @@ class Driver:
                 end.set_result(loop.time())
 
     def _request(self, arrival: Arrival) -> tuple[str, str, bytes]:
-        """Model, path and body. Raises `ValueError` if there is no text for its ids."""
+        """Return model, path and body of a request. Raises `ValueError` if its token ids have no
+        text.
+        """
         if arrival.lengths and len(set(arrival.lengths)) == 1:
-            # Blocks of one size need no ids that fit into one token.
+            # If all blocks have the same size, no token id has to fit into one token.
             arrival = structs.replace(arrival, lengths=(), block_tokens=arrival.lengths[0])
         traced = model_of(arrival)
         models = self._settings.models

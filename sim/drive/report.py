@@ -1,4 +1,4 @@
-"""What a drive found, to be read: a table, report.md, and one page that opens offline."""
+"""Reports of a drive: a table for the terminal, report.md, and an HTML page that needs no network."""
 
 from typing import Final
 
@@ -9,11 +9,11 @@ from sim.reports.report import markdown_table, number, seconds, share, table
 
 _RANKS: Final = ("mean", "p50", "p90", "p99")
 _LATE_S_MAX: Final = 0.05
-"""Later than that at the 99th percentile, the driver itself was slow."""
+"""Lateness at the 99th percentile above which the driver itself counts as slow."""
 
 
 def drive_table(summary: DriveSummary, beside: RunSummary | None) -> str:
-    """For the terminal."""
+    """Return the report for the terminal."""
     warnings = "".join(f"{warning}\n\n" for warning in warnings_of(summary))
     facts = "\n".join(f"{name:<24}  {value}" for name, value in _facts(summary))
     parts = [table(_latencies(summary, beside)), facts]
@@ -25,7 +25,7 @@ def drive_table(summary: DriveSummary, beside: RunSummary | None) -> str:
 
 
 def drive_report(summary: DriveSummary, beside: RunSummary | None) -> str:
-    """report.md."""
+    """Return the text of report.md."""
     parts = ["# A trace as real requests", *(f"**{one}**" for one in warnings_of(summary))]
     parts.append(markdown_table(_latencies(summary, beside)))
     parts.append(markdown_table([["", ""], *_facts(summary)]))
@@ -36,7 +36,7 @@ def drive_report(summary: DriveSummary, beside: RunSummary | None) -> str:
 
 
 def drive_page(summary: DriveSummary, measures: DriveMeasures, beside: RunSummary | None) -> str:
-    """report.html."""
+    """Return the text of report.html."""
     ttft_s = {name: group.ttft_s for name, group in sorted(measures.pods.items())[:8]}
     body = [
         card(
@@ -65,7 +65,7 @@ def drive_page(summary: DriveSummary, measures: DriveMeasures, beside: RunSummar
         figure("In numbers", facts_table(_facts(summary))),
         figure("What was run", facts_table(_conditions(summary))),
     ]
-    said = "Real requests, at the moments of the trace; no request waited for another's answer."
+    said = "Real requests at the trace's times; no request waited for another's answer."
     return page(
         f"{summary.conditions['trace']}, as real requests",
         "\n".join([*warnings_of(summary), said]),
@@ -74,24 +74,24 @@ def drive_page(summary: DriveSummary, measures: DriveMeasures, beside: RunSummar
 
 
 def warnings_of(summary: DriveSummary) -> list[str]:
-    """What would mislead whoever reads the figures."""
+    """Return sentences about conditions that make the figures misleading."""
     requests, late_s = summary.requests, summary.late_s.p99
     told = {
-        "Interrupted: only what had ended is counted.": not summary.complete,
-        f"{requests.not_sent:,} requests were not sent, because as many as --in-flight were open: "
-        "the gateway was asked less than the trace says.": requests.not_sent,
-        f"{requests.unfit:,} requests were not sent, because no text can be made of their ids.": (
+        "The run was interrupted: only requests that had ended are counted.": not summary.complete,
+        f"{requests.not_sent:,} requests were not sent, because --in-flight was reached: the gateway "
+        "received less load than the trace has.": requests.not_sent,
+        f"{requests.unfit:,} requests were not sent, because their ids cannot be written as text.": (
             requests.unfit
         ),
-        f"1 % of the requests were sent {seconds(late_s)} late or later: the driver itself was "
+        f"1 % of the requests were sent at least {seconds(late_s)} late: the driver itself was "
         "slow.": late_s is not None and late_s > _LATE_S_MAX,
-        f"{requests.errors:,} requests have no whole answer.": requests.errors,
+        f"{requests.errors:,} requests have no complete answer.": requests.errors,
     }
     return [sentence for sentence, holds in told.items() if holds]
 
 
 def _latencies(summary: DriveSummary, beside: RunSummary | None) -> list[list[str]]:
-    """Each measure, and under it that of the simulation, where it has the same."""
+    """Return one row for each measure, each followed by the simulation's row if there is one."""
     rows = [["", *_RANKS]]
     for name, label in (("ttft_s", "TTFT"), ("itl_s", "ITL"), ("e2e_s", "E2E")):
         rows.append([label, *_ranks(getattr(summary, name))])
@@ -104,7 +104,7 @@ def _latencies(summary: DriveSummary, beside: RunSummary | None) -> list[list[st
 
 
 def _ranks(found: Summary) -> list[str]:
-    """A dash for what it does not have."""
+    """Return the values of a row, with a dash for a missing one."""
     return [seconds(getattr(found, rank, None)) for rank in _RANKS]
 
 

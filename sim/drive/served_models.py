@@ -1,4 +1,4 @@
-"""This module asks a gateway which models it serves, before a trace is driven through it."""
+"""A check, before a trace is driven, that the gateway serves the models of the trace."""
 
 from collections.abc import Iterable, Mapping
 from itertools import islice
@@ -14,7 +14,7 @@ from sim.traces.arrival import Arrival
 from sim.traces.prompts import model_of
 
 LOOKED_AT_MAX: Final = 1_000
-"""The models of this many first requests are checked."""
+"""Number of first requests whose models are checked."""
 _TIMEOUT_S: Final = 10.0
 _ANSWER_BYTES_MAX: Final = 1024 * 1024
 _NAMES_TOLD_MAX: Final = 20
@@ -25,7 +25,7 @@ class NotServedError(Exception):
 
 
 class NotToldError(Exception):
-    """The gateway did not tell which models it serves; the text is a clause."""
+    """The gateway did not report which models it serves; the text is a clause."""
 
 
 class _Model(Struct):
@@ -37,7 +37,7 @@ class _Models(Struct):
 
 
 def models_asked(arrivals: Iterable[Arrival], models: Mapping[str, str]) -> dict[str, str]:
-    """Return the models that the first requests will ask for, each with its name in the trace.
+    """Return the models that the first requests will use, each with its name in the trace.
 
     `models` maps names of the trace as `DriveSettings.models` does.
     """
@@ -57,9 +57,9 @@ async def check_served(settings: DriveSettings, asked: Mapping[str, str]) -> Non
     missing = [name for name in asked if name not in served]
     if missing:
         raise NotServedError(
-            f"{settings.url} serves no model {_listed(missing)}, which the trace asks for. It serves "
+            f"{settings.url} does not serve the model {_listed(missing)} of the trace. It serves "
             f"{_listed(served)}: choose one with --model NAME, or with --model TRACED=NAME for one "
-            "model of the trace. --unlisted-models sends the requests as they are."
+            "model of the trace. --unlisted-models sends the requests without this check."
         )
 
 
@@ -69,7 +69,8 @@ async def _served(settings: DriveSettings) -> list[str]:
     try:
         async with (
             ClientSession(timeout=ClientTimeout(total=timeout_s)) as session,
-            # A key is for the gateway that was named.
+            # Redirects are not followed, because keys in the headers are only for the named
+            # gateway.
             session.get(url, headers=settings.headers, allow_redirects=False) as response,
         ):
             if response.status != 200:
@@ -83,7 +84,7 @@ async def _served(settings: DriveSettings) -> list[str]:
     except (ClientError, TimeoutError, OSError) as problem:
         raise NotToldError(str(problem) or type(problem).__name__) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
-        raise NotToldError("the answer is no list of models") from None
+        raise NotToldError("the answer is not a list of models") from None
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""One streamed answer of the OpenAI API, chat or completion, as a client sees it."""
+"""A client for one streamed answer of the OpenAI API (chat or completion)."""
 
 import asyncio
 from array import array
@@ -12,7 +12,7 @@ from epp.core.types import Seconds
 
 ERROR_CHARACTERS_MAX: Final = 200
 PROBLEMS: Final = (ClientError, TimeoutError, msgspec.DecodeError, ValueError)
-"""What `ask` may raise where a gateway or an engine is at fault."""
+"""Exceptions that `ask` raises if a gateway or an engine fails."""
 
 
 class StreamError(ClientError):
@@ -20,16 +20,18 @@ class StreamError(ClientError):
 
 
 class Streamed(Struct, kw_only=True):
-    """What came, as far as it came: `ask` fills it, so that of half an answer half is known."""
+    """The received part of an answer; `ask` fills it, so that a broken answer is known up to its
+    break.
+    """
 
     status: int = 0
-    """0: there was no response."""
+    """HTTP status, or 0 if there was no response."""
     served_by: str = ""
-    """What the header says that was asked for."""
+    """Value of the response header that the caller asked for."""
     ttft_s: Seconds = 0.0
-    """From sending to the first chunk with text in it; 0: none came."""
+    """Time from sending to the first chunk with text, or 0 if there was none."""
     gaps_s: "array[float]" = field(default_factory=lambda: array("d"))
-    """Between chunks with text."""
+    """Times between chunks with text."""
     duration_s: Seconds = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -73,11 +75,11 @@ async def ask(
     served_by: str = "",
     output_tokens: int | None = None,
 ) -> str:
-    """Send `body`, which asks for a stream with usage, and read to the end; the text of the answer.
+    """Send `body`, read the stream to its end, and return the text of the answer.
 
-    `served_by` names a header of the response; of another number of `output_tokens` than is given
-    the answer is not whole. Raises what is in `PROBLEMS`; `found` tells how far
-    it came.
+    `body` must ask for a stream with usage. `served_by` names a response header to record. If
+    `output_tokens` is given, an answer with another number of tokens is an error. Raises the
+    exceptions in `PROBLEMS`; `found` then has the part that was received.
     """
     clock = asyncio.get_running_loop().time
     sent_at = last_at = clock()
@@ -88,7 +90,8 @@ async def ask(
             url,
             data=body,
             headers={"content-type": "application/json", **headers},
-            # A key is for the gateway that was named.
+            # Redirects are not followed, because keys in the headers are only for the named
+            # gateway.
             allow_redirects=False,
         ) as response:
             found.status = response.status

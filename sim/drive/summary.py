@@ -1,4 +1,4 @@
-"""What a drive found: in numbers, in all, by pod and by model."""
+"""The results of a drive as figures: overall, by pod and by model."""
 
 import math
 from array import array
@@ -22,17 +22,19 @@ if TYPE_CHECKING:
     from sim.drive.driver import Driven
 
 UNTOLD: Final = "not told"
-"""Who served, where no header says so."""
+"""Name of the pod if no header names one."""
 GROUPS_MAX: Final = 1_000
 OTHER: Final = "other"
-"""Whoever comes after so many pods or models: names are those of responses and traces."""
+"""Group for further pods or models after `GROUPS_MAX`. Names come from responses and traces, so
+their number must be bounded.
+"""
 ERRORS_SHOWN_MAX: Final = 10
 _GAP_S_MIN: Final = 1e-6
-"""Two chunks of one read."""
+"""Smallest gap that is counted; two chunks from one read have none between them."""
 
 
 class Group:
-    """Requests of one pod, of one model, or all."""
+    """Measurements of one group of requests: those of one pod, of one model, or all."""
 
     def __init__(self) -> None:
         self.requests = 0
@@ -45,7 +47,7 @@ class Group:
         self._gaps = GapCounts(bins={})
 
     def add(self, driven: "Driven") -> None:
-        """One that is not whole is an error, and nothing else of it counts."""
+        """Count a request. One without a complete answer counts only as an error."""
         self.requests += 1
         if driven.error:
             self.errors += 1
@@ -61,7 +63,7 @@ class Group:
 
     @property
     def ttft_s(self) -> "np.ndarray[Any, np.dtype[np.float64]]":
-        """Of each whole answer; NaN: it had no text."""
+        """Time to first token of each complete answer, or NaN if it had no text."""
         return np.array(self._ttft_s)
 
     @property
@@ -69,7 +71,7 @@ class Group:
         return np.array(self._e2e_s)
 
     def summary(self) -> GroupSummary:
-        """As summary.json has it."""
+        """Return the group as it is written to summary.json."""
         hit_rate = self.cached_tokens / self.prompt_tokens if self.prompt_tokens else math.nan
         gaps = self._gaps
         p50, p90, p99 = (rounded(gaps.percentile_s(share)) for share in (0.5, 0.9, 0.99))
@@ -87,7 +89,7 @@ class Group:
 
 
 class DriveMeasures:
-    """Takes each request when it ends. Memory grows by 48 bytes a request."""
+    """A collector that takes each request when it ends. Memory grows by 48 bytes a request."""
 
     def __init__(self) -> None:
         self.all = Group()
@@ -117,7 +119,7 @@ class DriveMeasures:
         cut: int = 0,
         complete: bool,
     ) -> DriveSummary:
-        """summary.json. `not_sent`, `unfit` and `cut` are not among the measured."""
+        """Return summary.json. `not_sent`, `unfit` and `cut` count requests that were not measured."""
         told = self.all.summary()
         return DriveSummary(
             complete=complete,

@@ -1,1 +1,1 @@
-"""Simulated pods over HTTP: what a client and a scraper see of an engine."""
+"""Simulated pods over HTTP, with the interfaces of an engine that clients and scrapers use."""

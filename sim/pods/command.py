@@ -1,7 +1,7 @@
 """The command line of `sim serve`.
 
-What serves is imported when it is asked for: HTTP and logs take half a second, which a replay of an
-hour would pay too.
+The server is imported on demand. HTTP and logging take half a second to import, which a replay of
+an hour would pay too.
 """
 
 import argparse
@@ -16,23 +16,23 @@ _PODS_MAX: Final = 1000
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add it to the commands of `sim`."""
+    """Add the command to those of `sim`."""
     parser = commands.add_parser(
         "serve",
-        help="simulated vLLM pods as real HTTP servers, in real time",
+        help="serve simulated vLLM pods over HTTP, in real time",
         description="Serve simulated vLLM pods over HTTP until SIGINT or SIGTERM.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument_group("Pods").add_argument
-    add("--pods", type=_between(1, _PODS_MAX), default=1, metavar="N", help="how many pods")
-    add("--host", default="127.0.0.1", help="ip address to listen on")
+    add("--pods", type=_between(1, _PODS_MAX), default=1, metavar="N", help="number of pods")
+    add("--host", default="127.0.0.1", help="IP address to listen on")
     add(
         "--port",
         type=_between(0, 65535),
         default=8000,
         metavar="P",
-        help="port of the first pod, the others follow; 0: free ports",
+        help="port of the first pod, the others follow; 0 for free ports",
     )
     add(
         "--profile",
@@ -40,22 +40,25 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="NAME",
         help="model and GPU: a built-in profile, FILE.toml or FILE.toml:NAME",
     )
-    add("--model", metavar="NAME", help="served model name (default: the profile's)")
+    add("--model", metavar="NAME", help="served model name (default: that of the profile)")
     engine = parser.add_argument_group("Engine")
     add_feature_flag(engine)
     add = engine.add_argument
-    add("--lora", action="append", default=[], metavar="NAME", help="an adapter; repeatable")
+    add("--lora", action="append", default=[], metavar="NAME", help="LoRA adapter; repeatable")
     add("--max-loras", type=_between(0, 10_000), default=4, metavar="N", help="adapter slots")
     add("--blocks", type=_between(2, 10_000_000), metavar="N", help="KV blocks (default: profile)")
-    add("--block-size", type=_between(1, 4096), default=16, metavar="TOKENS", help="KV block")
-    add("--max-num-seqs", type=_between(1, 100_000), metavar="N", help="default: profile")
-    add("--max-num-batched-tokens", type=_between(1, 10_000_000), metavar="N", help="same")
+    add("--block-size", type=_between(1, 4096), default=16, metavar="TOKENS",
+        help="tokens per KV block")  # fmt: skip
+    add("--max-num-seqs", type=_between(1, 100_000), metavar="N",
+        help="maximum number of running requests (default: profile)")  # fmt: skip
+    add("--max-num-batched-tokens", type=_between(1, 10_000_000), metavar="N",
+        help="maximum number of tokens in a step (default: profile)")  # fmt: skip
     add(
         "--max-num-queued-reqs",
         type=_between(0, 10_000_000),
         default=0,
         metavar="N",
-        help="unfinished requests of a pod before it answers 503; 0: no limit",
+        help="unfinished requests of a pod from which on it answers 503; 0 for no limit",
     )
     add(
         "--kv-events",
@@ -63,15 +66,21 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         nargs="?",
         const=0,
         metavar="PORT",
-        help="publish KV events, from this port on one a pod or rank, and behind them old ones again; "
-        "free ports if none is given, which GET /kv_event_sources tells (default: no events)",
+        help="publish KV events, from this port on with one port for each pod or rank, followed by as "
+        "many ports for replays; without PORT on free ports, which GET /kv_event_sources reports "
+        "(default: no events)",
     )
     add = parser.add_argument_group("Simulation and output").add_argument
-    add("--speed", type=_speed, default=1.0, metavar="X", help="time runs X times as fast")
-    add("--seed", type=int, default=1, help="decides the answers")
-    add("--endpoints-out", type=Path, metavar="FILE", help="write the file epp serve reads")
+    add("--speed", type=_speed, default=1.0, metavar="X", help="factor by which time runs faster")
+    add("--seed", type=int, default=1, help="seed of the answers")
+    add("--endpoints-out", type=Path, metavar="FILE", help="write an endpoints file for epp serve")
     add("--json", action="store_true", help="print the addresses as JSON")
-    add("--log-format", choices=("console", "json"), default="console", help="logs on stderr")
+    add(
+        "--log-format",
+        choices=("console", "json"),
+        default="console",
+        help="format of the logs on stderr",
+    )
     parser.set_defaults(run=_run)
 
 
@@ -81,7 +90,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 class _between:  # noqa: N801 - argparse shows the name of the converter
-    """An integer in a closed range, for argparse."""
+    """An argparse type: an integer in a closed range."""
 
     def __init__(self, lowest: int, highest: int) -> None:
         self._lowest = lowest

@@ -1,10 +1,10 @@
-"""The /metrics page of a simulated engine: the names, labels, types and buckets of vLLM 0.32.
+"""The /metrics page of a simulated engine: names, labels, types and buckets of vLLM 0.32.
 
-Written with prometheus_client, as the real page is, on a registry of its own for each pod. As in a
-real engine the numbers are those of the end of the last step, not of the scrape; those of the
-process itself too, so that the page of an idle engine costs nothing. Series of parts that are not
-simulated (speculative decoding, KV connectors, FLOP counters) are there and stay 0; `http_*`, which
-the web framework of the real server adds, is left out.
+Each pod has its own prometheus_client registry, like the real page. As in a real engine, the
+numbers are those at the end of the last step, not of the scrape. This also holds for the process
+metrics, so that the page of an idle engine costs nothing. Series of parts that are not simulated
+(speculative decoding, KV connectors, FLOP counters) exist and stay 0. `http_*`, which the real
+server's web framework adds, is omitted.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,9 @@ _STEP_TOKENS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 
 _PREEMPTIONS: Final = (1, 2, 3, 4, 5, 10, 20)
 _ANSWERS: Final = (1, 2, 5, 10, 20)
 _ADAPTER_SETS_MAX: Final = 1024
-"""A real engine never takes a label set of `lora_requests_info` back; memory is finite here."""
+"""Maximum number of label sets of `lora_requests_info`. A real engine never removes one, but memory
+is limited here.
+"""
 
 _GAUGES: Final = (
     ("num_requests_running", "Number of requests in model execution batches."),
@@ -129,12 +131,14 @@ _LATENCIES: Final = (
 
 
 class MetricsPage:
-    """What one engine counts. `observe` after each step, `render` for each scrape."""
+    """The metrics of one pod. `observe` is called after each step, `render` for each scrape."""
 
     def __init__(
         self, *, model: str, settings: EngineSettings, max_model_len_tokens: int, ranks: int = 1
     ) -> None:
-        """Of several `ranks` what is counted is under the first; each has blocks of its own."""
+        """Create the page. With several `ranks`, counts are under the first one; each has its own
+        blocks.
+        """
         self.registry = CollectorRegistry()
         GCCollector(self.registry)
         PlatformCollector(self.registry)
@@ -182,12 +186,12 @@ class MetricsPage:
             )
         self._cache_config(settings, max_model_len_tokens, ranks)
         self._rendered: bytes | None = None
-        """The page since something was counted last."""
+        """Rendered page, or None if something was counted since."""
 
     def observe(self, step: Step, after: EngineSnapshot, wall_s: Seconds) -> None:
-        """Count a step that has ended, and show the engine as it is `after` it.
+        """Count a step that has ended, and show the state `after` it.
 
-        `wall_s`: unix time, the value of `lora_requests_info`.
+        `wall_s` is the Unix time, which is the value of `lora_requests_info`.
         """
         for request in step.admitted:
             self._add("prefix_cache_queries", request.prompt_tokens)
@@ -210,7 +214,7 @@ class MetricsPage:
         self.show(after, wall_s)
 
     def show(self, after: EngineSnapshot, wall_s: Seconds) -> None:
-        """Set the gauges alone."""
+        """Set only the gauges."""
         self._rendered = None
         self._running.set(after.running)
         self._waiting.set(after.waiting)
@@ -223,7 +227,7 @@ class MetricsPage:
             self._show_adapters(self._adapters, after.adapters, wall_s)
 
     def finish(self, request: EngineRequest, reason: str, tokens_max: int) -> None:
-        """Count a request that has left the engine: `stop`, `length` or `abort`."""
+        """Count a request that has left the engine; `reason` is `stop`, `length` or `abort`."""
         self._rendered = None
         self._add("request_success", 1, finished_reason=reason)
         observe = self._histograms
@@ -249,12 +253,12 @@ class MetricsPage:
         )
 
     def reject(self, reason: str) -> None:
-        """Count a request that a queue limit turned away."""
+        """Count a request that a queue limit rejected."""
         self._rendered = None
         self._rejections.labels(self._labels["model_name"], reason).inc()
 
     def render(self) -> bytes:
-        """The page, the same bytes until something is counted."""
+        """Return the page; the bytes stay the same until something is counted."""
         if self._rendered is None:
             self._rendered = generate_latest(self.registry)
         return self._rendered
@@ -272,7 +276,7 @@ class MetricsPage:
         self._histograms["time_to_first_token_seconds"].observe(step.ends_at - request.arrived_at)
 
     def _show_adapters(self, gauge: Gauge, adapters: tuple[str, ...], wall_s: Seconds) -> None:
-        # vLLM 0.12 and later: both lists name every adapter with a request, running or waiting.
+        # In vLLM 0.12 and later, both lists name every adapter with a running or waiting request.
         names = ",".join(adapters)
         labels = (str(self._max_loras), names, names)
         self._adapter_sets.pop(labels, None)
@@ -427,7 +431,7 @@ class MetricsPage:
 
 
 def _token_buckets(tokens_max: int) -> tuple[int, ...]:
-    """1, 2, 5, 10, 20, 50 ... up to the context length, as vLLM builds them."""
+    """Return 1, 2, 5, 10, 20, 50 and so on up to the context length, as in vLLM."""
     buckets: list[int] = []
     decade = 1
     while decade <= tokens_max:

@@ -1,7 +1,8 @@
-"""The sockets of a pod's KV events: a publisher, and a router that tells old frames again.
+"""The sockets of a pod's KV events: a publisher, and a router that replays old frames.
 
-ZMTP is spoken by `epp/core/kv_events/zmtp`, the other side of what pickers speak. What a subscriber
-does not fetch is dropped for it alone, as ZeroMQ does; a replay is written as fast as it is read.
+`epp/core/kv_events/zmtp` implements ZMTP, for these servers as well as for pickers. Frames that a
+slow subscriber does not read are dropped for it alone, as in ZeroMQ. A replay is written as fast as
+it is read.
 """
 
 import asyncio
@@ -27,26 +28,26 @@ from epp.core.kv_events.zmtp import (
 from sim.pods.kv_events import FRAMES_KEPT_MAX, KVEvents
 
 CONNECTIONS_MAX: Final = 256
-"""To each of the two sockets; further ones are closed."""
+"""Maximum number of connections to each of the two sockets; further ones are closed."""
 UNSENT_BYTES_MAX: Final = 64 * 1024 * 1024
-"""Of one subscriber; above it frames are dropped."""
+"""Maximum size of one subscriber's unsent data; above it frames are dropped."""
 TOPICS_MAX: Final = 64
 TOPIC_BYTES_MAX: Final = 1_024
 ASKED_MAX: Final = 64
-"""Replays that one peer waits for."""
+"""Maximum number of replays that one peer waits for."""
 _HIGH_WATER_MARK: Final = 100_000
-"""What `/kv_event_sources` tells of the queues of vLLM, which are not modelled."""
+"""Queue length that `/kv_event_sources` reports; vLLM's queues are not modelled."""
 
 
 class KVEventSource(Struct, frozen=True, kw_only=True):
-    """Where one rank of a pod publishes."""
+    """The addresses where one rank of a pod publishes."""
 
     port: int
     replay_port: int
     topic: str
 
     def config(self) -> dict[str, Any]:
-        """What vLLM answers of it to `GET /kv_event_sources`, which is by rank."""
+        """Return vLLM's entry for this rank in `GET /kv_event_sources`."""
         return {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
@@ -60,7 +61,7 @@ class KVEventSource(Struct, frozen=True, kw_only=True):
 
 
 class _Peer(asyncio.Protocol):
-    """One connection; `peers` are those of its socket."""
+    """One connection; `peers` are all connections of its socket."""
 
     socket_type: SocketType
 
@@ -70,7 +71,7 @@ class _Peer(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # What uvloop gives is one in all but its bases.
+        # uvloop's transports have the methods, but not the base class.
         self._transport = cast("asyncio.Transport", transport)
         if len(self._peers) >= CONNECTIONS_MAX:
             self._transport.abort()
@@ -92,7 +93,7 @@ class _Peer(asyncio.Protocol):
             self.heard(message)
 
     def heard(self, message: Message) -> None:
-        """The peer has sent `message`."""
+        """Handle a message of the peer."""
         raise NotImplementedError
 
     def send(self, message: Message) -> None:
@@ -117,7 +118,7 @@ class _Peer(asyncio.Protocol):
 
 
 class _Subscriber(_Peer):
-    """Gets each frame whose topic it wants, from now on."""
+    """A connection that gets each new frame whose topic it wants."""
 
     socket_type = SocketType.PUB
 
@@ -143,7 +144,7 @@ class _Subscriber(_Peer):
 
 
 class _Asker(_Peer):
-    """Is told old frames again, one replay after the other."""
+    """A connection that gets old frames, one replay after another."""
 
     socket_type = SocketType.ROUTER
 
@@ -192,7 +193,9 @@ class _Asker(_Peer):
 async def publishing(
     events: KVEvents, live: socket.socket, replay: socket.socket, topic: str
 ) -> AsyncIterator[KVEventSource]:
-    """Inside, who connects to `live` hears `events`, and who asks at `replay` is told old ones."""
+    """Publish `events` to connections at `live`, and replay old ones at `replay`, inside the
+    context.
+    """
     loop = asyncio.get_running_loop()
     encoded = topic.encode()
     subscribers: set[_Peer] = set()

@@ -1,8 +1,8 @@
-"""What a simulated engine tells of its cache, as vLLM 0.32 writes it. No I/O.
+"""The KV-cache events of a simulated engine in the format of vLLM 0.32. No I/O.
 
-What a step stores and evicts is one frame, which leaves when the step has ended: blocks are known to be
-held no earlier than the engine has computed them. A cache that is reset while nothing runs is told with
-the next step, as vLLM does.
+The changes of a step are one frame, which is sent when the step has ended. Blocks are thus reported
+as cached only after the engine has computed them. A reset of the cache while nothing runs is
+reported with the next step, as in vLLM.
 """
 
 from collections import deque
@@ -15,20 +15,20 @@ from epp.core.types import Seconds
 from sim.pods.tokens import TOKEN_BYTES, chain_seed, decode_ids, hash_chain
 
 FRAMES_KEPT_MAX: Final = 10_000
-"""To be told again; `buffer_steps` of vLLM."""
+"""Number of frames that are stored for replays; `buffer_steps` of vLLM."""
 _DEVICE: Final = "GPU"
 _KIND: Final = "full_attention"
 
 
 class TokenChain(list[int]):
-    """The hash of each full block of some tokens, and the tokens."""
+    """The hash of each full block of some tokens, together with the tokens."""
 
     __slots__ = ("adapter", "cache_salt", "tokens")
 
     def __init__(
         self, tokens: bytes, *, block_size_tokens: int, adapter: str, cache_salt: str
     ) -> None:
-        """`tokens`: 4 little-endian bytes each."""
+        """Hash `tokens`, 4 little-endian bytes each."""
         seed = chain_seed(adapter, cache_salt)
         super().__init__(hash_chain(tokens, block_size_tokens=block_size_tokens, seed=seed))
         self.tokens = tokens
@@ -36,7 +36,9 @@ class TokenChain(list[int]):
         self.cache_salt = cache_salt
 
     def extra_keys(self, start: int, end: int) -> list[list[str] | None]:
-        """What decides beside its tokens what each block is: the adapter, and the salt in the first."""
+        """Return what identifies each block besides its tokens: the adapter and, for the first, the
+        salt.
+        """
         usual = [self.adapter] if self.adapter else None
         extra: list[list[str] | None] = [usual] * (end - start)
         if start == 0 and self.cache_salt:
@@ -45,16 +47,16 @@ class TokenChain(list[int]):
 
 
 class KVEvents:
-    """A `PoolWatcher` of chains that are `TokenChain`: frames, numbered from 0.
+    """A `PoolWatcher` of chains of type `TokenChain` that creates frames, numbered from 0.
 
-    The last are kept; `send` gets each as it leaves.
+    The last frames are stored, and `send` gets each frame when it is complete.
     """
 
     def __init__(
         self, block_size_tokens: int, *, rank: int = 0, kept_max: int = FRAMES_KEPT_MAX
     ) -> None:
         self.send: Callable[[int, bytes], None] | None = None
-        """(number, payload); None: nobody listens."""
+        """Function (number, payload) that sends a frame, or None if there is no listener."""
         self._rank = rank
         self._block_size_tokens = block_size_tokens
         self._events: list[dict[str, Any]] = []
@@ -62,7 +64,7 @@ class KVEvents:
         self._next = 0
 
     def stored(self, keys: Sequence[int], ends: Sequence[int], start: int, end: int) -> None:
-        """One run is one event."""
+        """Record a run of stored blocks as one event."""
         assert isinstance(keys, TokenChain), "a pod that tells events gives its engine such chains"
         block_bytes = self._block_size_tokens * TOKEN_BYTES
         event: dict[str, Any] = {
@@ -81,18 +83,18 @@ class KVEvents:
         self._events.append(event)
 
     def forgotten(self, keys: Sequence[int], ends: Sequence[int], start: int, end: int) -> None:
-        """An event a block, as vLLM has it."""
+        """Record one event for each removed block, as in vLLM."""
         self._events += [
             {"type": "BlockRemoved", "block_hashes": [key], "medium": _DEVICE, "group_idx": 0}
             for key in reversed(keys[start:end])
         ]
 
     def cleared(self) -> None:
-        """It waits for the next step."""
+        """Record that the cache was cleared; the event waits for the next step."""
         self._events.append({"type": "AllBlocksCleared"})
 
     def end_step(self, at_s: Seconds) -> None:
-        """A step has ended at `at_s`, since 1970: send what it did, if it did anything."""
+        """Send the events of a step that ended at `at_s` (Unix time), if there are any."""
         if not self._events:
             return
         payload = msgspec.msgpack.encode([at_s, self._events, self._rank])
@@ -104,5 +106,5 @@ class KVEvents:
             self.send(*frame)
 
     def kept_from(self, first: int) -> list[tuple[int, bytes]]:
-        """The frames from number `first` on that are still there."""
+        """Return the stored frames from number `first` on."""
         return [frame for frame in self._kept if frame[0] >= first]

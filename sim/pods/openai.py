@@ -1,6 +1,6 @@
-"""The OpenAI API as a vLLM server speaks it: typed bodies in, JSON values out. No I/O.
+"""The OpenAI API of a vLLM server: typed bodies in, JSON values out. No I/O.
 
-Sampling parameters are accepted and ignored: the answer depends on the prompt alone.
+Sampling parameters are accepted and ignored, because the answer depends on the prompt alone.
 """
 
 from typing import Any, Final, TypeAlias
@@ -13,11 +13,11 @@ from sim.pods.tokens import encode_ids, encode_text, render_chat
 Json: TypeAlias = dict[str, Any]
 
 _MAX_TOKENS_DEFAULT: Final = 16
-"""Of /v1/completions, by the API's definition."""
+"""Default of /v1/completions in the API's definition."""
 
 
 class ApiError(Exception):
-    """A request that is answered with an error object."""
+    """An error that is answered with an error object."""
 
     def __init__(
         self, status: int, message: str, *, kind: str = "BadRequestError", param: str | None = None
@@ -44,7 +44,7 @@ class _Message(Struct):
     tool_calls: msgspec.Raw = msgspec.Raw()
 
     def text(self) -> str:
-        """Everything that the template shows of it."""
+        """Return all text of the message that the chat template renders."""
         content = self.content or ""
         if not isinstance(content, str):
             content = "\n".join(part.text or f"<{part.type}>" for part in content)
@@ -61,13 +61,13 @@ class _Body(Struct, kw_only=True):
 
 
 class CompletionBody(_Body, kw_only=True):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
     max_tokens: int | None = None
 
     def prompts(self) -> list[bytes]:
-        """One token sequence a prompt."""
+        """Return one token sequence for each prompt. Raises `ApiError` for a mixed prompt."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [encode_text(prompt)]
@@ -91,7 +91,7 @@ class CompletionBody(_Body, kw_only=True):
 
 
 class ChatBody(_Body, kw_only=True):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     messages: list[_Message]
     max_tokens: int | None = None
@@ -99,7 +99,9 @@ class ChatBody(_Body, kw_only=True):
     tools: msgspec.Raw = msgspec.Raw()
 
     def prompts(self) -> list[bytes]:
-        """The rendered conversation, as the only one."""
+        """Return the rendered conversation as the only prompt. Raises `ApiError` if there are no
+        messages.
+        """
         if not self.messages:
             raise ApiError(
                 400, "`messages` is empty; expected at least one message.", param="messages"
@@ -107,14 +109,14 @@ class ChatBody(_Body, kw_only=True):
         return [_rendered(self.messages, self.tools)]
 
     def tokens_max(self) -> int | None:
-        """None: as many as the context allows."""
+        """Return the limit of the answer, or None for as many tokens as the context allows."""
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens
         return self.max_tokens
 
 
 class TokenizeBody(Struct, kw_only=True):
-    """POST /tokenize: the tokens of `prompt`, or those of a chat."""
+    """Body of POST /tokenize, with `prompt` or a chat to tokenize."""
 
     model: str | None = None
     prompt: str | None = None
@@ -122,7 +124,7 @@ class TokenizeBody(Struct, kw_only=True):
     tools: msgspec.Raw = msgspec.Raw()
 
     def tokens(self) -> bytes:
-        """4 bytes each. ApiError 400 if there is nothing to be tokenized."""
+        """Return the tokens, 4 bytes each. Raises `ApiError` 400 if there is nothing to tokenize."""
         if self.prompt is not None:
             return encode_text(self.prompt)
         if self.messages:
@@ -131,7 +133,7 @@ class TokenizeBody(Struct, kw_only=True):
 
 
 class AdapterBody(Struct):
-    """POST /v1/load_lora_adapter and /v1/unload_lora_adapter."""
+    """Body of POST /v1/load_lora_adapter and /v1/unload_lora_adapter."""
 
     lora_name: str
     lora_path: str = ""
@@ -141,7 +143,7 @@ Body: TypeAlias = CompletionBody | ChatBody
 
 
 def decode_body(raw: bytes, kind: type[CompletionBody] | type[ChatBody]) -> Body:
-    """The typed body of a request for a completion, or ApiError 400."""
+    """Return the typed body of a completion request. Raises `ApiError` 400."""
     try:
         body = msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
@@ -159,7 +161,7 @@ def decode_body(raw: bytes, kind: type[CompletionBody] | type[ChatBody]) -> Body
 
 
 def decode_tokenize(raw: bytes) -> TokenizeBody:
-    """The typed body of a request for tokens, or ApiError 400."""
+    """Return the typed body of a tokenize request. Raises `ApiError` 400."""
     try:
         return msgspec.json.decode(raw, type=TokenizeBody)
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
@@ -167,7 +169,7 @@ def decode_tokenize(raw: bytes) -> TokenizeBody:
 
 
 def decode_adapter(raw: bytes) -> AdapterBody:
-    """The typed body of a request about an adapter, or ApiError 400."""
+    """Return the typed body of an adapter request. Raises `ApiError` 400."""
     try:
         body = msgspec.json.decode(raw, type=AdapterBody)
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
@@ -178,7 +180,7 @@ def decode_adapter(raw: bytes) -> AdapterBody:
 
 
 class Dialect:
-    """How one endpoint spells its answers: chat or plain completions."""
+    """The answer format of one endpoint: chat or plain completions."""
 
     def __init__(self, *, chat: bool, model: str, created: int, answer_id: str) -> None:
         self._chat = chat
@@ -187,22 +189,24 @@ class Dialect:
         self._id = answer_id
 
     def opening(self, index: int) -> Json | None:
-        """The chunk that comes before the first text, if there is one."""
+        """Return the chunk before the first text, or None if the format has none."""
         if not self._chat:
             return None
         return self._envelope([_choice(index, {"delta": {"role": "assistant", "content": ""}})])
 
     def chunk(self, index: int, text: str, finish_reason: str | None) -> Json:
-        """A piece of an answer; `finish_reason` with the last."""
+        """Return a chunk of an answer; the last one has a `finish_reason`."""
         part: Json = {"delta": {"content": text}} if self._chat else {"text": text}
         return self._envelope([_choice(index, part, finish_reason)])
 
     def usage_chunk(self, usage: Json) -> Json:
-        """What follows the last piece when usage was asked for."""
+        """Return the chunk with usage, which follows the last text if the client asked for it."""
         return self._envelope([]) | {"usage": usage}
 
     def whole(self, answers: list[tuple[str, str]], usage: Json) -> Json:
-        """The answer to a request that does not stream: (text, finish reason) a prompt."""
+        """Return the answer to a request without streaming; `answers` has (text, finish reason) for
+        each prompt.
+        """
         choices = []
         for index, (text, finish_reason) in enumerate(answers):
             part: Json = {"text": text}
@@ -225,7 +229,7 @@ class Dialect:
 
 
 def usage_of(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> Json:
-    """The `usage` member, always with the cached tokens."""
+    """Return the `usage` member, always with the cached tokens."""
     return {
         "prompt_tokens": prompt_tokens,
         "total_tokens": prompt_tokens + output_tokens,
@@ -250,7 +254,7 @@ def model_card(
 
 
 def _rendered(messages: list[_Message], tools: msgspec.Raw) -> bytes:
-    """The tokens of a conversation."""
+    """Return the tokens of a conversation."""
     turns = [(message.role, message.text()) for message in messages]
     return render_chat(turns, preamble=bytes(tools).decode())
 

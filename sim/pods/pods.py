@@ -1,9 +1,9 @@
-"""Simulated vLLM pods: engines in step with the clock.
+"""Simulated vLLM pods: engines that run in step with the clock.
 
-The engine is told the time; this module reads the clock. All pods of a process share one event loop;
-each has its own engine, metrics registry and task. Simulated time runs `speed` times as fast as real
-time. A step that the loop finished late is not made longer for it: the next one begins when the last
-should have ended, so a busy event loop does not slow the simulated engine down.
+The engine receives the time; this module reads the clock. All pods of a process share one event
+loop. Each has its own engine, metrics registry and task. Simulated time runs `speed` times as fast
+as real time. If the loop finishes a step late, the next step still begins at the planned end of the
+last one. A busy event loop therefore does not slow the simulated engine down.
 """
 
 import asyncio
@@ -26,35 +26,36 @@ from sim.pods.tokens import TOKEN_BYTES, Answer, chain_seed, hash_chain
 
 
 class PodSettings(Struct, frozen=True, kw_only=True):
-    """What all pods of one `sim serve` have in common."""
+    """Settings that all pods of one `sim serve` share."""
 
     profile: Profile
     engine: EngineSettings
     features: tuple[Feature, ...] = ()
-    """With which it was started: `engine` has what follows from them."""
+    """Engine features; `engine` already has the settings that follow from them."""
     model: str
     adapters: tuple[str, ...] = ()
     speed: float = 1.0
     seed: int = 1
-    """Decides the answers, together with the prompt."""
+    """Seed that, together with the prompt, determines the answers."""
     max_num_queued_reqs: int = 0
-    """Requests inside the server, waiting or running, before it answers 503; 0: no limit."""
+    """Maximum number of waiting and running requests before the server answers 503; 0 for no limit.
+    """
     kv_events: bool = False
-    """Tell what is cached, and what not any more."""
+    """Report changes of the cache as KV events."""
 
     @property
     def ranks(self) -> int:
-        """Engines behind each address, alone with themselves."""
+        """Number of independent engines behind each address."""
         return ranks_of(self.features)
 
     @property
     def max_model_len_tokens(self) -> int:
-        """The model's context, or less if the engine could not compute one such request."""
+        """Context length of the model, or less if the engine cannot compute such a request."""
         return min(self.profile.max_model_len_tokens, self.engine.request_tokens_max)
 
 
 class Generation:
-    """One answer on its way: the engine's pump says how far it is, the HTTP handler follows."""
+    """One answer in progress: the engine's task reports progress, and the HTTP handler follows it."""
 
     __slots__ = ("answer", "produced", "progress", "request", "tokens_max")
 
@@ -74,7 +75,9 @@ class Generation:
         return self.produced >= self.answer.tokens
 
     async def parts(self) -> AsyncIterator[str]:
-        """The text as it is produced; what came while the reader was busy comes as one part."""
+        """Yield the text as it is produced; text that arrives while the reader is busy comes as one
+        part.
+        """
         sent = 0
         while not self.done or sent < self.produced:
             await self.progress.wait()
@@ -86,7 +89,7 @@ class Generation:
 
 
 class _Rank:
-    """One engine of a pod, in a task of its own."""
+    """One engine of a pod, with its own task."""
 
     def __init__(self, settings: PodSettings, number: int) -> None:
         self.engine = open_engine(settings.features, settings.engine, settings.profile)
@@ -99,7 +102,7 @@ class _Rank:
 
 
 class Pod:
-    """Its engine, or one a rank, with their page, in step with the clock."""
+    """A pod with its engines, one for each rank, and its metrics page, in step with the clock."""
 
     def __init__(self, name: str, settings: PodSettings) -> None:
         self.name = name
@@ -113,26 +116,26 @@ class Pod:
             ranks=settings.ranks,
         )
         self.adapters: dict[str, str] = dict.fromkeys(settings.adapters, "")
-        """Name -> path, in the order of loading."""
+        """Path by name of the adapter, in the order of loading."""
         self._generations: dict[str, Generation] = {}
         self._started_at = time.monotonic()
         self._requests = 0
 
     @property
     def kv_events(self) -> list[KVEvents]:
-        """What each rank tells; none: they tell nothing."""
+        """Event source of each rank; empty if events are off."""
         return [rank.kv_events for rank in self._ranks if rank.kv_events is not None]
 
     def clock(self) -> Seconds:
-        """Simulated seconds since the pod was made."""
+        """Return the simulated seconds since the pod was created."""
         return (time.monotonic() - self._started_at) * self.settings.speed
 
     def wall_clock(self) -> Seconds:
-        """Unix time."""
+        """Return the Unix time."""
         return time.time()
 
     async def run(self) -> None:
-        """Step the engines while there is work, for ever."""
+        """Step the engines while there is work, without end."""
         await asyncio.gather(*map(self._run, self._ranks))
 
     async def _run(self, rank: _Rank) -> None:
@@ -141,7 +144,7 @@ class Pod:
             await rank.work.wait()
             rank.work.clear()
             ended_at = max(ended_at, self.clock())
-            # A step never begins before what it may admit was submitted.
+            # A step never begins before the requests that it may admit were submitted.
             while (step := rank.engine.step(max(ended_at, rank.submitted_at))) is not None:
                 ended_at = step.ends_at
                 await self._sleep_until(ended_at)
@@ -151,7 +154,7 @@ class Pod:
             self.page.show(self.engines.snapshot(), self.wall_clock())
 
     def check_room(self) -> None:
-        """ApiError 503 when the server already has as many requests as it may."""
+        """Raise `ApiError` 503 if the server has its maximum number of requests."""
         limit = self.settings.max_num_queued_reqs
         if limit and len(self._generations) >= limit:
             self.page.reject("max_num_queued_reqs")
@@ -163,9 +166,9 @@ class Pod:
             )
 
     def rank_named(self, header: str | None) -> int | None:
-        """The rank that a request is to be served at, as vLLM reads its header; None: any.
+        """Return the rank that a request's header names, as vLLM reads it, or None for any rank.
 
-        ApiError 400 for one that the pod has not.
+        Raises `ApiError` 400 if the pod does not have that rank.
         """
         try:
             rank = None if header is None else int(header)
@@ -177,7 +180,7 @@ class Pod:
         return rank
 
     def prepare(self, body: Body, prompt: bytes) -> Generation:
-        """The answer that `prompt` will get; ApiError 400 if it does not fit the context."""
+        """Return the answer for `prompt`. Raises `ApiError` 400 if it does not fit the context."""
         prompt_tokens = len(prompt) // TOKEN_BYTES
         context = self.settings.max_model_len_tokens
         wanted = body.tokens_max()
@@ -206,7 +209,7 @@ class Pod:
         return Generation(request, answer, tokens_max)
 
     def reset_cache(self) -> None:
-        """Forget all prompts; ApiError 503 while requests run."""
+        """Clear the cache. Raises `ApiError` 503 while requests run."""
         cleared = [rank.engine.pool.clear() for rank in self._ranks]
         if not all(cleared):
             raise ApiError(
@@ -217,7 +220,9 @@ class Pod:
 
     @contextlib.contextmanager
     def following(self, generations: Sequence[Generation]) -> Iterator[None]:
-        """Inside, the pod tells `generations` how far they are; what is unfinished is aborted."""
+        """Report progress to `generations` inside the context; unfinished ones are aborted at its
+        end.
+        """
         for generation in generations:
             self._generations[generation.request.request_id] = generation
         try:
@@ -232,7 +237,9 @@ class Pod:
                 self.page.finish(request, reason, generation.tokens_max)
 
     async def submit(self, generations: Sequence[Generation], rank: int | None) -> None:
-        """Into the queue of `rank`, or of the least loaded, after what the front end of a real server takes."""
+        """Queue requests at `rank`, or at the least loaded one, after the delay of a real server's
+        front end.
+        """
         arrived_at = self.clock()
         tokens = sum(generation.request.prompt_tokens for generation in generations)
         await self._sleep_until(arrived_at + self.settings.profile.frontend_delay_s(tokens))
@@ -245,7 +252,7 @@ class Pod:
             chosen.work.set()
 
     def load_adapter(self, body: AdapterBody) -> str:
-        """Serve `lora_name` from now on."""
+        """Serve the adapter `lora_name` from now on."""
         if not self.settings.engine.max_loras:
             raise ApiError(400, "LoRA is off; start with --max-loras of at least 1.")
         if body.lora_name in self.adapters or body.lora_name == self.settings.model:
@@ -254,7 +261,7 @@ class Pod:
         return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
     def unload_adapter(self, body: AdapterBody) -> str:
-        """Do not serve `lora_name` any more; requests that have begun are finished."""
+        """Stop serving the adapter `lora_name`; its running requests are finished."""
         if body.lora_name not in self.adapters:
             raise ApiError(
                 404,
@@ -282,5 +289,5 @@ class Pod:
                 generation.progress.set()
 
     async def _sleep_until(self, at: Seconds) -> None:
-        # Even a deadline that has passed gives way to the other pods and handlers.
+        # Even after the deadline, the sleep lets the other pods and handlers run.
         await asyncio.sleep(max(0.0, at - self.clock()) / self.settings.speed)

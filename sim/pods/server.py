@@ -1,6 +1,6 @@
-"""Simulated pods as HTTP servers: the OpenAI API of vLLM, its metrics page, its probes.
+"""HTTP servers of simulated pods: vLLM's OpenAI API, metrics page and probes.
 
-One process serves any number of pods, each on a port of its own.
+One process serves any number of pods, each on its own port.
 """
 
 import asyncio
@@ -38,9 +38,9 @@ from sim.pods.tokens import TOKEN_BYTES, decode_ids
 
 _BODY_BYTES_MAX: Final = 64 * 1024 * 1024
 _VLLM_VERSION: Final = "0.32.0"
-"""Whose metrics page and errors these are."""
+"""Version of vLLM whose metrics page and errors are simulated."""
 _STOP_S: Final = 0.5
-"""How long open answers may take to notice that the server stops."""
+"""Time that open answers have to notice that the server stops."""
 _PORT_MAX: Final = 65535
 _RANK_HEADER: Final = "X-data-parallel-rank"
 
@@ -48,16 +48,16 @@ log = structlog.get_logger("sim")
 
 
 class PodServer:
-    """The HTTP side of one pod."""
+    """The HTTP server of one pod."""
 
     def __init__(self, pod: Pod, sources: Sequence[KVEventSource] = ()) -> None:
-        """`sources`: where it publishes its KV events, by rank."""
+        """Create the server. `sources` are the addresses of the pod's KV events, by rank."""
         self.pod = pod
         self._sources = sources
         self._created = int(pod.wall_clock())
 
     def application(self) -> web.Application:
-        """All routes of the pod."""
+        """Return the application with all routes of the pod."""
         application = web.Application(
             client_max_size=_BODY_BYTES_MAX, middlewares=[_errors_as_objects]
         )
@@ -159,7 +159,7 @@ class PodServer:
     async def _render(
         self, request: web.Request, kind: type[CompletionBody] | type[ChatBody]
     ) -> list[Json]:
-        """What vLLM says of a request that it does not run: the tokens of each prompt."""
+        """Return vLLM's answer to a render request, with the tokens of each prompt."""
         body = await self._read(request, kind)
         return [
             {
@@ -174,7 +174,9 @@ class PodServer:
     async def _read(
         self, request: web.Request, kind: type[CompletionBody] | type[ChatBody]
     ) -> Body:
-        """The body; ApiError 400 if it is none, 404 for a model that is not here."""
+        """Return the body. Raises `ApiError` 400 if it is malformed, and 404 if the model is
+        unknown.
+        """
         body = decode_body(await request.read(), kind)
         self._check_model(body.model)
         return body
@@ -221,12 +223,12 @@ class PodServer:
         dialect: Dialect,
         rank: int | None,
     ) -> web.StreamResponse:
-        """Server-sent events, one prompt after the other.
+        """Answer with server-sent events, one prompt after another.
 
-        The headers go at once, before the engine has seen the request.
+        The headers are sent at once, before the engine receives the request.
         """
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
-        # A client that leaves while we write is no error; `following` aborts its request.
+        # A client that leaves during a write is not an error; `following` aborts its request.
         with contextlib.suppress(ConnectionResetError), self.pod.following(generations):
             await response.prepare(request)
             await self.pod.submit(generations, rank)
@@ -252,11 +254,11 @@ async def _write_parts(
 
 
 class PodAddress(Struct, frozen=True, kw_only=True):
-    """Where one pod listens."""
+    """The address of one pod."""
 
     name: str
     address: str
-    """An ip, without brackets; the loopback one where all were bound."""
+    """IP address without brackets; the loopback address if the pod listens on all."""
     port: int
 
     @property
@@ -266,9 +268,9 @@ class PodAddress(Struct, frozen=True, kw_only=True):
 
 
 def listen(host: str, port: int, pods: int) -> list[socket.socket]:
-    """Listening sockets on `pods` consecutive ports, or free ones for port 0.
+    """Return listening sockets on `pods` consecutive ports, or on free ports for port 0.
 
-    OSError with one sentence if an address cannot be had; then none is kept.
+    Raises `OSError` with one sentence if an address is not available; all sockets are then closed.
     """
     if port + pods - 1 > _PORT_MAX:
         raise OSError(f"{pods} pods from port {port} need ports above {_PORT_MAX}.")
@@ -281,7 +283,7 @@ def listen(host: str, port: int, pods: int) -> list[socket.socket]:
         except OSError as problem:
             for opened in sockets:
                 opened.close()
-            # Numbers of the resolver are negative, and no errno.
+            # Error numbers of the resolver are negative and not an errno.
             number = problem.errno or 0
             told = os.strerror(number) if number > 0 else problem.strerror or str(problem)
             reason = told.partition(" (while")[0]
@@ -290,9 +292,9 @@ def listen(host: str, port: int, pods: int) -> list[socket.socket]:
 
 
 def write_endpoints(path: Path, addresses: Sequence[PodAddress]) -> None:
-    """The file that `epp serve --endpoints-file` reads, replaced in one go.
+    """Write the file for `epp serve --endpoints-file`, atomically.
 
-    OSError with one sentence if it cannot be written.
+    Raises `OSError` with one sentence if it cannot be written.
     """
     content = {"endpoints": [msgspec.to_builtins(address) for address in addresses]}
     beside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -307,7 +309,7 @@ def write_endpoints(path: Path, addresses: Sequence[PodAddress]) -> None:
 async def serving(
     server: PodServer, listener: socket.socket, tasks: asyncio.TaskGroup
 ) -> AsyncIterator[None]:
-    """Inside, `server` answers at `listener` and its engine runs, as one of `tasks`."""
+    """Serve at `listener` and run the engine as one of `tasks`, inside the context."""
     pump = tasks.create_task(server.pod.run(), name=server.pod.name)
     runner = web.AppRunner(
         server.application(),
@@ -330,10 +332,10 @@ async def serve(
     ready: Callable[[Sequence[PodAddress]], None],
     event_sockets: Sequence[socket.socket] = (),
 ) -> None:
-    """Serve one pod a socket until SIGINT or SIGTERM; `ready` is called once all listen.
+    """Serve one pod for each socket until SIGINT or SIGTERM. `ready` is called once all listen.
 
-    `event_sockets`: where their ranks publish KV events, in their order, then where each tells old ones
-    again.
+    `event_sockets` has the sockets for the ranks' KV events, in order, followed by those for their
+    replays.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""`sim serve`: simulated vLLM pods over HTTP until SIGINT or SIGTERM."""
+"""The command `sim serve`: simulated vLLM pods over HTTP until SIGINT or SIGTERM."""
 
 import argparse
 import asyncio
@@ -17,7 +17,7 @@ from sim.sentences import failed
 
 
 def run(options: argparse.Namespace) -> int:
-    """0: stopped. 1: it could not be done. 2: the options do not go together."""
+    """Run the command. Return 0 if stopped, 1 on failure, and 2 for contradicting options."""
     _configure_logs(options.log_format)
     try:
         profile = find_profile(options.profile)
@@ -46,8 +46,8 @@ def run(options: argparse.Namespace) -> int:
     )
     if settings.ranks > 1 and profile.expert_s:
         return failed(
-            f"--engine ranks does not go with {options.profile}: ranks that share layers of experts "
-            "are not served.",
+            f"--engine ranks does not work with {options.profile}: ranks that share expert layers are "
+            "not simulated.",
             code=2,
         )
     if settings.model in settings.adapters:

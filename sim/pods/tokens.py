@@ -1,10 +1,10 @@
-"""Text to simulated tokens and back: four bytes a token, so token sequences are plain bytes.
+"""A simulated tokenizer: four bytes a token, so that token sequences are plain bytes.
 
-A tokenizer keeps messages apart with special tokens, so each text is cut on its own: a text of n
+A real tokenizer separates messages by special tokens, so each text is split by itself. A text of n
 bytes is ceil(n / 4) tokens, the last one padded. Every generated token is exactly four bytes of
-text. An answer that comes back as the content of the next turn is therefore cut as it was
-generated, and its blocks are found again. The picker counts 4 bytes a token too, but of its own
-rendering: the two agree about the scale, not about every token.
+text. An answer that returns as content of the next turn is therefore split as it was generated, and
+its blocks are found again. The picker also counts 4 bytes a token, but of its own rendering. The
+counts agree in scale, but not exactly.
 """
 
 import math
@@ -19,7 +19,7 @@ TOKEN_BYTES: Final = 4
 
 _START: Final = b"\xff\x01\x00\x00"
 _END: Final = b"\xff\x02\x00\x00"
-"""UTF-8 has no byte 0xFF: no text can spell these."""
+"""Special tokens; no text contains them, because UTF-8 has no byte 0xFF."""
 
 _WORDS: Final = (
     "theandyouforarebutnotallcanherwasoneouroutdayhadhashimhishowmannew"
@@ -28,7 +28,7 @@ _WORDS: Final = (
     "perredrunseasetsitsixskysonsuntentoptrywarwetwhywinyesyetaddageago"
 )
 _VOCABULARY: Final = tuple(_WORDS[at : at + 3] + " " for at in range(0, len(_WORDS), 3))
-"""What answers are made of: three letters and a space are one token."""
+"""Tokens of answers: three letters and a space each."""
 _WORDS_MEDIAN: Final = 129
 _WORDS_SIGMA: Final = 0.93
 _WORDS_MAX: Final = 1000
@@ -36,13 +36,13 @@ _WORDS_MAX: Final = 1000
 
 
 def encode_text(text: str) -> bytes:
-    """The tokens of one text, 4 bytes each."""
+    """Return the tokens of one text, 4 bytes each."""
     encoded = text.encode("utf-8", "surrogatepass")
     return encoded + bytes(-len(encoded) % TOKEN_BYTES)
 
 
 def encode_ids(token_ids: Iterable[int]) -> bytes:
-    """Given token ids, 4 little-endian bytes each; ValueError outside 0 to 2**32 - 1."""
+    """Return token ids as 4 little-endian bytes each. Raises `ValueError` outside 0 to 2**32 - 1."""
     try:
         return b"".join(token_id.to_bytes(TOKEN_BYTES, "little") for token_id in token_ids)
     except OverflowError:
@@ -50,15 +50,15 @@ def encode_ids(token_ids: Iterable[int]) -> bytes:
 
 
 def decode_ids(tokens: bytes) -> list[int]:
-    """The token ids that `encode_ids` makes `tokens` of."""
+    """Return the token ids of `tokens`, the inverse of `encode_ids`."""
     token_ids: list[int] = np.frombuffer(tokens, "<u4").tolist()
     return token_ids
 
 
 def render_chat(messages: Sequence[tuple[str, str]], preamble: str = "") -> bytes:
-    """The chat template: (role, text) each framed, then the head of the answer.
+    """Render (role, text) of each message by the chat template, then the head of the answer.
 
-    `preamble` (tool definitions) comes before all of them.
+    `preamble` (tool definitions) comes first.
     """
     parts = [_START, encode_text(preamble), _END] if preamble else []
     for role, text in messages:
@@ -68,7 +68,7 @@ def render_chat(messages: Sequence[tuple[str, str]], preamble: str = "") -> byte
 
 
 def hash_chain(tokens: bytes, *, block_size_tokens: int, seed: int = 0) -> list[int]:
-    """The chained hash of each full block."""
+    """Return the chained hash of each full block."""
     xxh64 = xxhash.xxh64_intdigest
     size = block_size_tokens * TOKEN_BYTES
     chain: list[int] = []
@@ -79,30 +79,32 @@ def hash_chain(tokens: bytes, *, block_size_tokens: int, seed: int = 0) -> list[
 
 
 def chain_seed(adapter: str, cache_salt: str) -> int:
-    """What the first block is hashed with: caches of two adapters or salts share nothing."""
+    """Return the seed of the first block's hash, so that different adapters and salts share
+    nothing.
+    """
     return xxhash.xxh64_intdigest(f"{len(adapter)}:{adapter}{cache_salt}".encode(errors="replace"))
 
 
 def draw_words(random: Random, tokens: int) -> str:
-    """Text of exactly `tokens` tokens."""
+    """Return text of exactly `tokens` tokens."""
     return "".join(random.choices(_VOCABULARY, k=tokens))
 
 
 class Answer:
-    """The text that follows a prompt: always the same for the same prompt, limit and seed."""
+    """The answer to a prompt, which depends only on prompt, limit and seed."""
 
     __slots__ = ("stopped", "text", "tokens")
 
     def __init__(self, prompt: bytes, *, tokens_max: int, ignore_eos: bool, seed: int) -> None:
-        """`tokens_max` words, or fewer if the answer comes to its natural end before."""
+        """Create an answer of `tokens_max` words, or fewer if it ends naturally before."""
         random = Random(xxhash.xxh64_intdigest(prompt, seed))
         natural = round(random.lognormvariate(math.log(_WORDS_MEDIAN), _WORDS_SIGMA))
         natural = max(1, min(natural, _WORDS_MAX))
         self.stopped = not ignore_eos and natural <= tokens_max
-        """The answer ended by itself (`stop`), not at its limit (`length`)."""
+        """True if the answer ended naturally (`stop`) and not at its limit (`length`)."""
         self.tokens = natural if self.stopped else tokens_max
         self.text = draw_words(random, self.tokens)
 
     def part(self, start: int, end: int) -> str:
-        """The text of tokens `start` to `end`."""
+        """Return the text of tokens `start` to `end`."""
         return self.text[start * TOKEN_BYTES : end * TOKEN_BYTES]

@@ -1,4 +1,4 @@
-"""What the blocks of a trace must be like."""
+"""Checks of the blocks of a trace."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -8,11 +8,11 @@ from sim.traces.arrival import FieldError
 from sim.traces.prompts import PICKER_BLOCK_TOKENS
 
 MOONCAKE_BLOCK_TOKENS: Final = 512
-"""Mooncake's traces have blocks of this size, and other traces that do not say theirs."""
+"""Block size of Mooncake's traces, and of other traces that do not state theirs."""
 
 
 def check_ids(ids: Iterable[int], field: str) -> None:
-    """`FieldError` unless all are unsigned 64-bit numbers."""
+    """Raise `FieldError` unless all ids are unsigned 64-bit numbers."""
     try:
         array("Q", ids)
     except OverflowError:
@@ -20,7 +20,9 @@ def check_ids(ids: Iterable[int], field: str) -> None:
 
 
 def check_block_tokens(block_tokens: int) -> None:
-    """`FieldError` unless blocks and the picker's 64 tokens fit into each other."""
+    """Raise `FieldError` unless the block size divides, or is a multiple of, the picker's 64
+    tokens.
+    """
     if PICKER_BLOCK_TOKENS % block_tokens and block_tokens % PICKER_BLOCK_TOKENS:
         raise FieldError(
             "",
@@ -30,7 +32,9 @@ def check_block_tokens(block_tokens: int) -> None:
 
 
 def check_blocks(blocks: Sequence[int], prompt_tokens: int, block_tokens: int, field: str) -> None:
-    """`FieldError` unless there is an id for every block, with or without the rest at the end."""
+    """Raise `FieldError` unless there is an id for every whole block, and optionally one for the
+    rest.
+    """
     check_ids(blocks, field)
     whole, rest = divmod(prompt_tokens, block_tokens)
     if whole <= len(blocks) <= whole + bool(rest):

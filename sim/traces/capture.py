@@ -1,6 +1,7 @@
-"""Homing's own capture format: who shares what with whom, and no text. See docs/capture-format.md.
+"""Homing's own capture format: which requests share text with which, without the text.
 
-JSON lines: a header that says format, version and block size, then one object a request.
+The file has JSON lines: a header with format, version and block size, then one object for each
+request. docs/capture-format.md describes it.
 """
 
 import sys
@@ -28,14 +29,14 @@ from sim.traces.workloads import Generated
 
 
 class GeneratedHeader(CaptureHeader, kw_only=True, omit_defaults=True):
-    """The first line of a capture that may be generated."""
+    """The first line of a capture, which may have been generated."""
 
     workload: Drawing | None = None
-    """What the requests were drawn from; None: they were recorded."""
+    """Parameters that the requests were drawn from; None if they were recorded."""
 
 
 def unpack_blocks(packed: bytes) -> tuple[int, ...]:
-    """The ids; `FieldError` if they are not whole."""
+    """Return the ids. Raises `FieldError` if the bytes are not whole ids."""
     if len(packed) % HASH_BYTES:
         raise FieldError(
             "blocks", f"Expected {HASH_BYTES} bytes for each block, got {len(packed)} bytes"
@@ -47,7 +48,7 @@ def unpack_blocks(packed: bytes) -> tuple[int, ...]:
 
 
 class CaptureWriter:
-    """Writes a capture line by line; the file stays the caller's."""
+    """A writer that appends a capture line by line; the caller closes the file."""
 
     def __init__(
         self,
@@ -57,12 +58,12 @@ class CaptureWriter:
         source: str = "",
         workload: Drawing | None = None,
     ) -> None:
-        """Write the header at once."""
+        """Create the writer and write the header."""
         self._file = file
         self._encode = msgspec.json.Encoder().encode
         self._block_tokens = block_tokens
         self._places = array("q")
-        """Index of an arrival -> its place in this file; -1: it is not here."""
+        """Position in this file by index of the arrival; -1 if it is not in the file."""
         self.lines = 0
         header = GeneratedHeader(
             format=FORMAT_NAME,
@@ -71,7 +72,7 @@ class CaptureWriter:
             source=source,
             workload=workload,
         )
-        # Format and version are never left out: they have no defaults.
+        # Format and version are never omitted, because they have no defaults.
         self._file.write(self._encode(header) + b"\n")
 
     def write(self, line: CaptureLine) -> None:
@@ -80,7 +81,7 @@ class CaptureWriter:
         self.lines += 1
 
     def write_arrival(self, arrival: Arrival, salt: Salt | None = None) -> None:
-        """Append an arrival, under the place that it has in this file."""
+        """Append an arrival under its position in this file."""
         blocks: Iterable[int] = arrival.blocks
         answer = arrival.answer
         if salt is not None:
@@ -91,7 +92,7 @@ class CaptureWriter:
             time_s=round(arrival.time_s, 6),
             prompt_tokens=arrival.prompt_tokens,
             output_tokens=arrival.output_tokens,
-            # Zero is a limit too, under which nothing is made; captures have none of it.
+            # A limit of zero is valid but generates nothing, so captures do not have it.
             output_tokens_max=arrival.output_tokens_max or None,
             model=arrival.model,
             adapter=arrival.adapter,

@@ -1,4 +1,6 @@
-"""The folder of a live capture as one file: the requests of all its processes, in order of time."""
+"""The folder of a live capture read as one file: the requests of all its processes in order of
+time.
+"""
 
 import heapq
 from collections.abc import Iterable, Iterator
@@ -24,9 +26,9 @@ _time_of = msgspec.json.Decoder(_Timed).decode
 
 
 def captured(folder: Path) -> BinaryIO:
-    """The header, and a line a request. Raises `TraceError`, `OSError`.
+    """Return the header and one line for each request. Raises `TraceError` and `OSError`.
 
-    A line that is not read shows itself where lines are parsed: it stays where it is.
+    A malformed line keeps its place, and the parser of lines reports it.
     """
     origins = past_files(folder, "requests")
     if not origins:

@@ -1,4 +1,4 @@
-"""This module cuts lines of CSV and TSV files into cells and reads the whole numbers in them."""
+"""Parsing of CSV and TSV lines into cells, and of the whole numbers in them."""
 
 import csv
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,10 @@ _TOKENS_MAX: Final = 10_000_000
 
 
 class Table:
-    """A table is a file with a header; its columns are found by name."""
+    """A table with a header; its columns are found by name."""
 
     def __init__(self, header: bytes, needed: Sequence[str] = ()) -> None:
-        """Read the header, whose most frequent delimiter is that of the file.
+        """Read the header; its most frequent delimiter is that of the file.
 
         Raises `FieldError` if a column in `needed` is missing.
         """

@@ -1,4 +1,4 @@
-"""This module finds out what the columns of a trace hold, by their names or by `--columns`."""
+"""Detection of what the columns of a trace contain, by their names or by `--columns`."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -59,7 +59,7 @@ _NOT_IN_A_NAME: Final = re.compile(r"[^a-z0-9]+")
 
 
 class Meaning(Struct, frozen=True, kw_only=True):
-    """A meaning says which column of a trace has which role, and in which units its times are."""
+    """The role of each column of a trace, and the units of its times."""
 
     names: Mapping[str, str]
     """Each role that was found, a key of `ROLES`, maps to the name of its column."""

@@ -1,7 +1,7 @@
-"""These formats have a column for each fact: CSV, TSV, JSON Lines, JSON arrays and Parquet.
+"""Formats with a column for each fact: CSV, TSV, JSON Lines, JSON arrays and Parquet.
 
-The role of a column follows from `--columns` or from its name; `docs/own-trace.md` says which tools use
-which names. A prompt may be a text, messages or a request instead of a number of tokens.
+The role of a column follows from `--columns` or from its name; `docs/own-trace.md` lists which
+tools use which names. A prompt may be a text, messages or a request instead of a number of tokens.
 """
 
 import re
@@ -23,19 +23,20 @@ from sim.traces.texts import prompt_in, tokenizer_at, tokens_in
 from sim.traces.turns import Turns
 
 _DEPTH_MAX: Final = 4
-"""Objects are looked into down to this depth."""
+"""Depth down to which objects are searched."""
 _SHAPES_MAX: Final = 256
-"""The parser remembers the meaning of this many sets of names."""
+"""Maximum number of sets of names whose meaning is stored."""
 _PREFIXES_MAX: Final = 2**24
-"""A trace may have this many prefixes, because the text of one token tells no more ids apart."""
+"""Maximum number of prefixes of a trace, because the text of one token cannot distinguish more ids.
+"""
 _WHOLE_REQUEST: Final = "payload"
-"""This member is a whole request and not a group of columns."""
+"""Name of a member that is a whole request and not a group of columns."""
 _TAKES: Final = frozenset({"columns", "time_unit", "tokenizer"})
 _MEMBER: Final = re.compile(rb'"(\w{1,64})"\s*:')
 
 
 class _Row(Struct, frozen=True):
-    """A row gives the values of its cells by the roles of their columns."""
+    """The values of one row's cells, by the roles of their columns."""
 
     cells: Mapping[str, Any]
     meaning: Meaning
@@ -60,7 +61,7 @@ class _Row(Struct, frozen=True):
 
 
 class RowParser:
-    """The parser makes arrivals of the rows of one trace; a row maps names of columns to values."""
+    """A parser that converts the rows of one trace to arrivals; a row maps column names to values."""
 
     def __init__(self, options: ReadOptions) -> None:
         """Load the tokenizer, if one is named. Raises what `tokenizer_at` raises."""
@@ -80,7 +81,7 @@ class RowParser:
         known = self._shapes.get(shape)
         if known is None:
             known = meaning_of(shape, self._told)
-            # A later turn waits for an answer and has no time, though the first row had one.
+            # A later turn waits for an answer and needs no time, though the first row had one.
             later_turn = self._turns is not None and "session" in known.names
             times_needed = self._options.rate_per_s is None and not later_turn
             check_meaning(known, shape, times_needed=times_needed)
@@ -120,7 +121,7 @@ class RowParser:
         )
 
     def _asked(self, index: int, row: _Row) -> Arrival | None:
-        """Make a request with its text, at time 0; None for a conversation without an answer."""
+        """Make a request with its text, at time 0, or None for a conversation without an answer."""
         prompt = prompt_in(row.cells, row.name("prompt"), row.text("model"))
         if prompt is None:
             return None
@@ -132,12 +133,12 @@ class RowParser:
             output_tokens = tokens_in(answer, self._tokenize)
         body = dict(prompt.body)
         if output_tokens is not None and prompt.path:
-            # As benchmarks do, so that a real engine generates as much as was recorded.
+            # Benchmarks do the same, so that a real engine generates as much as was recorded.
             body |= {"max_tokens": output_tokens, "ignore_eos": True}
         asked = arrival_of_body(
             index, msgspec.json.encode(body), prompt.path, tokenize=self._tokenize
         )
-        # A body must name a model; that the row names none is told as everywhere.
+        # A body must name a model. The default name is removed, because the row names no model.
         model = "" if asked.model == DEFAULT_MODEL else asked.model
         return structs.replace(
             asked, output_tokens=output_tokens or asked.output_tokens, model=model
@@ -173,10 +174,10 @@ class RowParser:
         return structs.replace(asked, blocks=(known,), lengths=(shared_tokens,))
 
     def _prefix_tokens(self, row: _Row, prompt_tokens: int) -> int:
-        """Return how many tokens a prompt shares at most with others of its prefix."""
+        """Return the maximum number of tokens that a prompt shares with others of its prefix."""
         if row.value("prefix_tokens") is not None:
             return min(prompt_tokens, row.count("prefix_tokens", 0))
-        # By its name alone a column does not say that prompts share all that they can.
+        # The name of a column alone does not imply that prompts share as much as possible.
         return prompt_tokens if "prefix" in self._told else 0
 
 
@@ -224,7 +225,9 @@ def _is_object(line: bytes) -> bool:
 
 
 def _has_prompt(line: bytes) -> bool:
-    """Return whether a line is an object with a prompt as text; a long line is judged by its head."""
+    """Return whether a line is an object with a prompt as text; a long line is judged by its
+    beginning.
+    """
     if not _is_object(line):
         return False
     try:

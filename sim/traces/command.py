@@ -1,4 +1,4 @@
-"""`sim trace inspect`, `generate` and `convert`: flags to calls, results to a table or JSON."""
+"""The commands `sim trace inspect`, `generate` and `convert`, with results as a table or JSON."""
 
 import argparse
 import contextlib
@@ -37,15 +37,15 @@ _ESTIMATES: Final = (
     *("ceilings.per_pod", "ceilings.one_cache_at_capacity", "ceilings.per_pod_at_capacity"),
     *("ceilings.affinity_load_max_over_mean", "place"),
 )
-"""Members of what `inspect` finds; all others are counted."""
+"""Fields of the inspection that are estimates; all others are counted."""
 _TOKEN_ESTIMATES: Final = (
     *("prompt_tokens", "output_tokens", "prompt_tokens_total", "output_tokens_total"),
 )
-"""Likewise, where the trace has text instead of tokens."""
+"""Further fields that are estimates if the trace has text instead of token counts."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `trace` with its three commands."""
+    """Add the command `trace` with its three subcommands."""
     trace = commands.add_parser(
         "trace", help="inspect, generate and convert traces", allow_abbrev=False
     )
@@ -58,7 +58,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def _add_inspect(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = kinds.add_parser(
         "inspect",
-        help="lengths, bursts, reuse, how much can be hit, and what routing can gain",
+        help="show lengths, bursts, reuse, possible hit rates and the gain of prefix routing",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -73,7 +73,7 @@ def _add_inspect(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         help=f"model and GPU (default: {DEFAULT_PROFILE})",
     )
     add("--kv-tokens", type=_positive, metavar="N", help="KV cache of a pod (default: profile)")
-    add("--seed", type=int, default=1, help="places requests at random")
+    add("--seed", type=int, default=1, help="seed of the random placement (default: 1)")
     add("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run(_inspect))
 
@@ -87,22 +87,22 @@ def _add_generate(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add = parser.add_argument
     add("kind", choices=sorted(STANDARD), metavar="KIND")
-    add("--out", type=Path, required=True, metavar="FILE", help="gzip if it ends in .gz")
-    add("--force", action="store_true", help="replace FILE")
-    add("--requests", type=_positive, metavar="N", help="stop after so many")
+    add("--out", type=Path, required=True, metavar="FILE", help="output, gzip if it ends in .gz")
+    add("--force", action="store_true", help="replace FILE if it exists")
+    add("--requests", type=_positive, metavar="N", help="stop after N requests")
     add(
         "--rate",
         type=_rate,
         metavar="R",
-        help="sessions or requests a second, in the place of the workload's own stages",
+        help="sessions or requests a second, instead of the workload's own stages",
     )
     add(
         "--burstiness",
         type=_burstiness,
         metavar="CV",
-        help="coefficient of variation of the gaps: 0 even, 1 Poisson, above 1 bursts",
+        help="coefficient of variation of the gaps between arrivals: 0 even, 1 Poisson, above 1 bursts",
     )
-    add("--duration", type=_rate, metavar="S", help="with --rate: seconds (default: 300)")
+    add("--duration", type=_rate, metavar="S", help="seconds, with --rate (default: 300)")
     add("--steady", action="store_true", help="constant traffic: sessions are under way at the "
         "start, and no request arrives after the end; needs a workload with one rate, or --rate")  # fmt: skip
     add("--seed", type=int, default=1)
@@ -112,43 +112,44 @@ def _add_generate(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def _add_convert(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = kinds.add_parser(
-        "convert", help="read any format, write a capture or Mooncake's", allow_abbrev=False
+        "convert", help="convert a trace to a capture or to Mooncake's format", allow_abbrev=False
     )
     add = parser.add_argument
     add("trace", type=Path, metavar="IN")
-    add("out", type=Path, metavar="OUT", help="gzip if it ends in .gz")
+    add("out", type=Path, metavar="OUT", help="output, gzip if it ends in .gz")
     add_reading_flags(parser, "--format", "--trace-format")
     add("--to", choices=("capture", "mooncake"), required=True)
-    add("--limit", type=_positive, metavar="N", help="stop after so many")
+    add("--limit", type=_positive, metavar="N", help="stop after N requests")
     add(
         "--salt-file",
         type=Path,
         metavar="FILE",
-        help="secret of up to 64 bytes that hides ids and names in a capture; raw requests are "
-        "hidden under a random one without it",
+        help="file with a secret of up to 64 bytes that hides ids and names in a capture; without it, "
+        "a random secret hides those of raw requests",
     )
-    add("--seed", type=int, default=1, help="for workloads that name none")
-    add("--force", action="store_true", help="replace OUT")
+    add("--seed", type=int, default=1, help="seed of workloads that define none (default: 1)")
+    add("--force", action="store_true", help="replace OUT if it exists")
     add("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run(_convert))
 
 
 class _OptionsError(ValueError):
-    """Options that do not go together."""
+    """The options contradict each other."""
 
 
 def _run(
     command: Callable[[argparse.Namespace, Console], int],
 ) -> Callable[[argparse.Namespace], int]:
-    """What can be said in a sentence is said so, on stderr; the exit code is 1, or 2 where options do
-    not go together.
+    """Wrap a command so that errors become one sentence on stderr.
+
+    The exit code is then 1, or 2 if options contradict each other.
     """
 
     def run(options: argparse.Namespace) -> int:
         try:
             return command(options, Printer())
         except BrokenPipeError:
-            raise  # nobody reads the output any more: no problem of the command
+            raise  # the reader of the output has left, which is no problem of the command
         except (ValueError, OSError) as problem:
             sys.stderr.write(f"sim: {sentence_of(problem)}\n")
             return 2 if isinstance(problem, _OptionsError) else 1
@@ -245,7 +246,7 @@ def _convert(options: argparse.Namespace, console: Console) -> int:
         if options.to == "mooncake":
             lines = _convert_mooncake(stream, file)
         else:
-            # The header wants the block size of the trace, which the first request shows.
+            # The header has the block size of the trace, which only the first request shows.
             writer = CaptureWriter(
                 file,
                 block_tokens=first.block_tokens or 64,
@@ -297,7 +298,7 @@ def _peek(stream: Iterable[Arrival]) -> tuple[Arrival | None, Iterator[Arrival]]
 
 @contextlib.contextmanager
 def _new_file(path: Path, *, replace: bool) -> Iterator[BinaryIO]:
-    """A file that appears under its name when it is complete, and not at all otherwise."""
+    """Yield a file that gets its name only when it is complete, and is removed otherwise."""
     if path.exists() and not replace:
         raise ValueError(f"{path} exists; --force replaces it.")
     partial = path.with_name(path.name + ".partial")
@@ -305,15 +306,15 @@ def _new_file(path: Path, *, replace: bool) -> Iterator[BinaryIO]:
         with contextlib.ExitStack() as stack:
             file: BinaryIO = stack.enter_context(partial.open("wb"))
             if path.suffix == ".gz":
-                # No name and no time inside: the same trace is the same bytes. To the type checker
-                # a GzipFile is no BinaryIO, though it is written to like one.
+                # The gzip header has no name and no time, so that the same trace gives the same
+                # bytes. The type checker does not accept a GzipFile as BinaryIO.
                 packed = gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0)
                 yield stack.enter_context(packed)  # type: ignore[misc]
             else:
                 yield file
         partial.replace(path)
     except OSError as problem:
-        # Only the name that was given says something to who gave it.
+        # The user knows the name that was given, but not the temporary one.
         if problem.filename == str(partial):
             problem.filename = str(path)
         raise
@@ -324,7 +325,7 @@ def _new_file(path: Path, *, replace: bool) -> Iterator[BinaryIO]:
 def _shown(
     stream: Iterable[Arrival], what: str, requests: Callable[[], int | None]
 ) -> Iterable[Arrival]:
-    """The stream, with a progress bar on a terminal; only there it is asked how many `requests`."""
+    """Return the stream, with a progress bar on a terminal. Only then is `requests` called."""
     console = Console(stderr=True)
     if not console.is_terminal:
         return stream
@@ -332,7 +333,7 @@ def _shown(
 
 
 def _say_seed(console: Console, options: argparse.Namespace) -> None:
-    """First of all; JSON holds it as a member."""
+    """Print the seed first; JSON output has it as a member instead."""
     if not options.json:
         console.print(f"seed {options.seed}", highlight=False, markup=False)
 
@@ -421,7 +422,7 @@ def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
 
 
 def _figure(value: float) -> str:
-    """Three digits, or more where they are whole."""
+    """Format a number with three significant digits, or all digits from 100 on."""
     return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
@@ -443,9 +444,9 @@ def _ceilings_table(pool: Pool, found: Inspection) -> Table:
     ceilings = found.ceilings
     table = Table(
         title="Hit ceiling, and estimates for placements: shares of prompt tokens",
-        caption="Only one cache with room for all is a bound that no run can beat. The others are "
-        "estimates: what requests hit that are placed at random, in turn, or by a hash of the "
-        "first part of their prompt that is not common (affinity); a scheduler may do better.",
+        caption="Only 'one cache' with unlimited room is an upper bound for every run. The others are "
+        "estimates of the hit rate if requests are placed at random, by round robin, or by a hash of "
+        "the first uncommon part of their prompt (affinity); a scheduler may do better.",
         caption_justify="left",
     )
     table.add_column("")

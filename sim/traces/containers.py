@@ -1,9 +1,9 @@
-"""This module reads every kind of file as lines, so that the parsers of formats see only lines.
+"""Reading of every kind of file as lines, so that the parsers of formats see only lines.
 
-A gzip file is unpacked. A JSON array gives one line for each of its elements, a Parquet file one JSON
-object for each of its rows, the detailed result of a serving benchmark one object for each of its
-requests, and the folder of a live capture the requests of all its processes. The first bytes of a file
-tell its kind, never its name.
+A gzip file is unpacked. A JSON array gives one line for each element, a Parquet file one JSON
+object for each row, the detailed result of a serving benchmark one object for each request, and the
+folder of a live capture the requests of all its processes. The first bytes of a file determine its
+kind; its name does not.
 """
 
 import codecs
@@ -27,7 +27,7 @@ from sim.traces.captured import captured
 from sim.traces.line_stream import stream_of
 
 LINE_BYTES_MAX: Final = 64 * 1024 * 1024
-"""A line, and an element of a JSON array, may have this length."""
+"""Maximum length of a line and of an element of a JSON array."""
 HEAD_BYTES: Final = 65_536
 _GZIP: Final = b"\x1f\x8b"
 _PARQUET: Final = b"PAR1"
@@ -35,7 +35,7 @@ _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _READ_BYTES: Final = 1024 * 1024
 _NOT_BLANK: Final = re.compile(r"[^ \t\r\n]")
 _ROWS: Final = 4096
-"""This many rows of a Parquet file are held at once."""
+"""Rows of a Parquet file that are in memory at once."""
 
 
 @contextlib.contextmanager
@@ -72,7 +72,7 @@ def lines_in(path: Path) -> int:
 def _open(path: Path, files: contextlib.ExitStack) -> BinaryIO:
     if path.is_dir():
         return files.enter_context(captured(path))
-    # A pipe is not even opened: that could wait for its writer.
+    # Opening a pipe could wait for its writer.
     if not stat.S_ISREG(path.stat().st_mode):
         raise TraceError(str(path), 0, "", "Expected a regular file: a trace is read several times")
     if _begins_with(path, _PARQUET):
@@ -98,7 +98,7 @@ def _begins_with(path: Path, mark: bytes) -> bool:
 
 def _rows(path: Path) -> Iterator[bytes]:
     """Yield a line of JSON for each row of a Parquet file."""
-    # Importing it takes longer than reading most traces.
+    # The import takes longer than reading most traces.
     import pyarrow as pa  # noqa: PLC0415
     import pyarrow.parquet as pq  # noqa: PLC0415
 
@@ -124,18 +124,18 @@ def _as_json(value: Any) -> Any:
 
 
 class _Text:
-    """The text of a file is held from the place that was reached."""
+    """The text of a file from the current position on."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._decoded = codecs.getincrementaldecoder("utf-8")().decode
         self._text = ""
         self._at = 0
-        # Numbers become floats: what matters is where a value ends.
+        # Numbers become floats, because only the end of a value matters.
         self._decode = json.JSONDecoder(parse_int=float).raw_decode
 
     def next_character(self) -> str:
-        """Return the next character that is not blank without taking it; "" at the end."""
+        """Return the next non-blank character without consuming it, or "" at the end."""
         while True:
             found = _NOT_BLANK.search(self._text, self._at)
             if found is not None:
@@ -146,16 +146,19 @@ class _Text:
                 return ""
 
     def take(self) -> None:
-        """Go behind the next character."""
+        """Consume the next character."""
         self._at += 1
 
     def value(self) -> str:
-        """Take the JSON value that begins here and return it on one line. Raises `ValueError`."""
+        """Consume the JSON value at the current position and return it on one line. Raises
+        `ValueError`.
+        """
         while True:
             try:
                 _, end = self._decode(self._text, self._at)
             except json.JSONDecodeError:
-                # It may go on: as much again is read, so that all trials cost twice the last.
+                # The value may be incomplete. Reading as much again keeps the cost of all attempts
+                # below twice the last.
                 held = len(self._text) - self._at
                 if held > LINE_BYTES_MAX or not self._more(max(_READ_BYTES, held)):
                     raise
@@ -171,7 +174,7 @@ class _Text:
 
 
 def _elements(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    """Yield a line for each element of a JSON array; one element is held at a time."""
+    """Yield a line for each element of a JSON array; one element is in memory at a time."""
     number = 0
     try:
         text = _Text(file)
@@ -198,7 +201,7 @@ def _elements(file: BinaryIO, path: Path) -> Iterator[bytes]:
 
 
 class _Results(Struct, kw_only=True):
-    """These members are written by `vllm bench serve --save-detailed` and SGLang's `bench_serving`."""
+    """Members that `vllm bench serve --save-detailed` and SGLang's `bench_serving` write."""
 
     input_lens: list[int]
     output_lens: list[int]

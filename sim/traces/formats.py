@@ -1,4 +1,4 @@
-"""The formats that can be read, and the opening of a trace."""
+"""List of the readable formats, and opening of a trace."""
 
 from pathlib import Path
 from typing import Final
@@ -25,16 +25,16 @@ FORMATS: Final[tuple[Format, ...]] = (
     *(CAPTURE, MOONCAKE, BAILIAN, AZURE, BURSTGPT),
     *(LITELLM, OPENAI, INFERENCE_PERF, TABLE, PROMPTS, OBJECTS),
 )
-"""In the order in which they are tried."""
+"""Formats in the order in which they are tried."""
 _BY_COLUMNS: Final = (PROMPTS, TABLE, OBJECTS)
-"""Tried last, since they know so many lines."""
+"""Formats that are tried last, because they recognise so many lines."""
 
 
 def open_trace(path: Path, options: ReadOptions | None = None) -> Trace:
-    """A trace to iterate, in the format that was asked for or that its beginning shows.
+    """Open a trace in the given format, or in the one that its beginning shows.
 
-    Lines before the first that a format knows are malformed ones of it. Raises `TraceError` if
-    nothing is written in it or no format fits, and `OSError`.
+    Lines before the first recognised one count as malformed. Raises `OSError`, and `TraceError` if
+    the file is empty or no format fits.
     """
     options = options or ReadOptions()
     first = next((number for number, _ in first_lines(path)), None)
@@ -64,9 +64,9 @@ def _check(path: Path, known: Format, options: ReadOptions) -> None:
 
 
 def _found(path: Path, options: ReadOptions) -> Format | None:
-    """By its beginning: a document, or the first line that some format knows.
+    """Return the format of a document, or of the first line that some format recognises, or None.
 
-    Where the user names columns, the file is one with columns, whatever else it looks like.
+    If the user names columns, only formats with columns are tried.
     """
     beginning = head(path)
     for known in FORMATS:

@@ -1,4 +1,4 @@
-"""Headers of a request in a trace, as the picker sees them: names in lower case, few and short."""
+"""Headers of a request in a trace as the picker receives them: few and short, names in lower case."""
 
 import re
 from collections.abc import Mapping
@@ -9,11 +9,11 @@ from sim.traces.arrival import FieldError
 HEADERS_MAX: Final = 64
 VALUE_CHARACTERS_MAX: Final = 4_096
 _NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")
-"""RFC 9110, 5.6.2."""
+"""Syntax of a header name: RFC 9110, 5.6.2."""
 
 
 def headers_of(given: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """(name, value) of each, or `FieldError`; values are never told."""
+    """Return (name, value) of each header. Raises `FieldError`, whose text never has a value."""
     if len(given) > HEADERS_MAX:
         raise FieldError("headers", f"Expected at most {HEADERS_MAX}, got {len(given)}")
     headers: dict[str, str] = {}

@@ -1,6 +1,6 @@
-"""What caches would hold of prompts if requests were placed by simple schemes, and what they hit.
+"""Estimates of cache contents and hits for simple placements of requests.
 
-See `sim/traces/inspection` for what the ratios mean.
+`sim/traces/inspection` explains the ratios.
 """
 
 import math
@@ -22,25 +22,27 @@ AFFINITY: Final = "affinity"
 PLACEMENTS: Final = (RANDOM, ROUND_ROBIN, AFFINITY)
 
 _COMMON_MIN: Final = 16
-"""Uses of a part before it may count as common."""
+"""Minimum number of uses before a part may count as common."""
 
 
 class Parts(Struct, frozen=True):
-    """Stretches of text: what each is known by, and its length in tokens."""
+    """Stretches of text: their identities and their lengths in tokens."""
 
     hashes: list[int]
     tokens: list[int]
 
 
 def parts_of(arrival: Arrival) -> tuple[Parts, Parts]:
-    """(the prompt as far as others may share it, what a cache holds of the request)."""
+    """Return the part of the prompt that others may share, and all that a cache stores of the
+    request.
+    """
     bases = PromptHashes(arrival).bases
     tokens = [size for _, size in arrival.spans()]
     prompt = Parts(bases[: len(tokens)], tokens)
     held = Parts(prompt.hashes.copy(), tokens.copy())
     if own := arrival.prompt_tokens - arrival.shareable_tokens:
         held.hashes.append(bases[len(tokens)])
-        # A cache of blocks spends a whole one on the rest.
+        # A cache of blocks uses a whole block for the rest.
         held.tokens.append(
             math.ceil(own / (arrival.block_tokens or 1)) * (arrival.block_tokens or 1)
         )
@@ -51,7 +53,7 @@ def parts_of(arrival: Arrival) -> tuple[Parts, Parts]:
 
 
 class Hits:
-    """Takes request by request; the counts are tokens of prompts."""
+    """Counters that take request by request; they count prompt tokens."""
 
     def __init__(
         self,
@@ -62,24 +64,30 @@ class Hits:
         placements: Collection[str] = PLACEMENTS,
         together: bool = True,
     ) -> None:
-        """`kv_tokens` of each pod. What is not among `placements`, or `together`, counts nothing."""
+        """Create the counters. `kv_tokens` is the cache size of each pod.
+
+        Placements that are not in `placements` are not counted; without `together`, neither is the
+        joint cache.
+        """
         self._pods = pods
         self._random = Random(f"{seed}:placement")
         self._slot_of: dict[int, int] = {}
         self.tokens, self.uses = array("I"), array("I")
-        """Of each distinct part, by its slot: the most of its tokens that came, and how often."""
+        """Longest length and number of uses of each distinct part, by its slot."""
         self.requests = 0
         self.load = [0] * pods
         """Requests of each pod when placed by affinity."""
         self.one_cache_tokens = 0
-        """Hit by one cache without end."""
+        """Tokens that one unlimited cache hits."""
         self.together_tokens = 0
-        """Hit by one cache with the room of all pods."""
+        """Tokens that one cache with the room of all pods hits."""
         self.placements = {name: Placement(pods, kv_tokens) for name in placements}
         self._together = LruCache(kv_tokens * pods) if together else None
 
     def add(self, arrival: Arrival) -> list[int]:
-        """Place the request; the slots of its prompt's parts, and of an answer that comes again."""
+        """Place the request. Return the slots of its prompt's parts, and of an answer that is used
+        later.
+        """
         prompt, held = parts_of(arrival)
         slots = self._slots(prompt.hashes)
         affinity = self._key(slots, prompt, arrival.index) % self._pods
@@ -103,7 +111,7 @@ class Hits:
             placement.match(pods[name], slots, prompt, known)
         sizes = prompt.tokens
         if arrival.answer is not None:
-            # A later prompt contains it, and who generated it holds it.
+            # A later prompt contains the answer, and the pod that generated it has it in its cache.
             slots += self._slots(held.hashes[-1:])
             sizes = [*sizes, arrival.output_tokens]
         for slot, size in zip(slots, sizes, strict=True):
@@ -125,7 +133,9 @@ class Hits:
         return slots
 
     def _key(self, slots: Sequence[int], prompt: Parts, index: int) -> int:
-        """The first part that is not shared by more requests than half a pod should get."""
+        """Return the first part that is not shared by more requests than half of a pod's fair
+        share.
+        """
         common = max(_COMMON_MIN, self.requests / (2 * self._pods))
         for slot, part in zip(slots, prompt.hashes, strict=True):
             if self.uses[slot] <= common:
@@ -134,17 +144,17 @@ class Hits:
 
 
 class Placement:
-    """Pods under one way to place requests: caches without end, and caches of their size."""
+    """The pods under one placement: unlimited caches, and caches of their real size."""
 
     def __init__(self, pods: int, kv_tokens: int) -> None:
         self.masks: list[int] = []
-        """Slot -> bit p says that pod p has seen the part."""
+        """Pods that have seen the part, as bits, by slot."""
         self.hit_tokens = 0
         self.lru_hit_tokens = 0
         self._lru = [LruCache(kv_tokens) for _ in range(pods)]
 
     def match(self, pod: int, slots: Sequence[int], prompt: Parts, known: Sequence[int]) -> None:
-        """Count what `pod` holds; `known` tokens of a part are held where it is held."""
+        """Count the hit tokens at `pod`. A pod that has a part has `known` tokens of it."""
         masks, bit = self.masks, 1 << pod
         for slot, size in zip(slots, prompt.tokens, strict=True):
             have = known[slot] if masks[slot] & bit else 0
@@ -155,7 +165,7 @@ class Placement:
         self.lru_hit_tokens += self._lru[pod].match(prompt.hashes, prompt.tokens)
 
     def hold(self, pod: int, slots: Sequence[int], held: Parts) -> None:
-        """From now on `pod` holds these."""
+        """Add the parts to the caches of `pod`."""
         masks, bit = self.masks, 1 << pod
         for slot in slots:
             masks[slot] |= bit

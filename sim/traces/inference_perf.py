@@ -1,9 +1,10 @@
-"""Workload files of kubernetes-sigs/inference-perf (YAML): its parameters become requests.
+"""Workload files of kubernetes-sigs/inference-perf (YAML), from whose parameters requests are
+drawn.
 
-Read are `data` of the types shared_prefix (also with `enable_multi_turn_chat`), conversation_replay,
-synthetic and random, and `load` of the types constant, poisson and concurrent with stages. Other
-types, sweeps and media are refused by the name of the field. Texts are drawn anew: lengths and
-sharing are the file's, the words are not.
+Supported are `data` of the types shared_prefix (also with `enable_multi_turn_chat`),
+conversation_replay, synthetic and random, and `load` of the types constant, poisson and concurrent
+with stages. Other types, sweeps and media are refused by the name of the field. Texts are
+generated: lengths and sharing are the file's, the words are not.
 """
 
 from typing import Annotated, Any, Final, Literal
@@ -30,7 +31,9 @@ from sim.traces.workloads import (
 )
 
 _NUMBER_MAX: Final = 1_000_000_000
-"""Of all counts, lengths, rates, seconds and weights: YAML knows an infinity, workloads do not."""
+"""Upper bound of all counts, lengths, rates, seconds and weights. YAML has an infinity, which
+workloads cannot use.
+"""
 _Positive = Annotated[int, Meta(ge=1, le=_NUMBER_MAX)]
 _Count = Annotated[int, Meta(ge=0, le=_NUMBER_MAX)]
 _Above0 = Annotated[float, Meta(gt=0, le=_NUMBER_MAX)]
@@ -54,7 +57,7 @@ class _SharedPrefix(Struct):
     num_groups: _Positive = field(default=10)
     num_prompts_per_group: _Positive = 10
     num_unique_system_prompts: _Positive | None = None
-    """What `num_groups` and `num_prompts_per_group` are also called."""
+    """Alternative names of `num_groups` and `num_prompts_per_group`."""
     num_users_per_system_prompt: _Positive | None = None
     system_prompt_len: _Count | _Distribution = 100
     question_len: _Positive = 50
@@ -114,10 +117,10 @@ class _Document(Struct):
 
 
 def workload_of(document: bytes) -> Generated:
-    """What the file describes, with the seed that it names. Raises `FieldError`."""
+    """Return the workload of a file, with the seed that it defines. Raises `FieldError`."""
     try:
         tree = yaml.safe_load(document)
-    except (yaml.YAMLError, ValueError) as problem:  # ValueError: a day that no calendar has
+    except (yaml.YAMLError, ValueError) as problem:  # ValueError: a date that does not exist
         raise FieldError("", f"Expected YAML: {problem}".replace("\n", " ")) from None
     try:
         read = msgspec.convert(tree, _Document)

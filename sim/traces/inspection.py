@@ -1,15 +1,18 @@
-"""What a trace is like: lengths, bursts, reuse, how much can be hit, what routing can gain on it.
+"""Properties of a trace: lengths, bursts, reuse, possible hit rates and the gain of routing.
 
-One pass. Held are eight bytes a request, about 250 bytes for each distinct part of a prompt, the
-names of sessions, and caches no larger than the pool's.
+The trace is read once. Memory holds eight bytes for each request, about 250 bytes for each distinct
+part of a prompt, the names of sessions, and caches no larger than the pool's.
 
-Hits are shares of all prompt tokens. *One cache*, without end, for all requests: the ceiling, which
-no run can beat. All else is what a simple scheme reaches, and a scheduler may do better. *Per pod*:
-caches without end, requests placed at random, in turn, or by affinity: by the hash of the first
-part of their prompt that is not common to too many, which is a rule of thumb of ours and looks at
-no cache. *At this capacity*: the same, and one cache, with least-recently-used eviction and the
-pool's size, a cut last block taking the room of a whole one, and answers none unless a later prompt
-contains them.
+Hits are shares of all prompt tokens:
+
+- *One cache*: an unlimited cache for all requests. It is the ceiling that no run can exceed. All
+  other ratios are what a simple scheme reaches, and a scheduler may do better.
+- *Per pod*: unlimited caches, with requests placed at random, by round robin, or by affinity.
+  Affinity uses the hash of the first part of a prompt that not too many prompts share. This is our
+  rule of thumb and looks at no cache.
+- *At this capacity*: the same, and one cache, with least-recently-used eviction and the pool's
+  size. A partial last block takes the room of a whole one. Answers take room only if a later prompt
+  contains them.
 """
 
 import math
@@ -30,26 +33,26 @@ from sim.traces.hits import Hits
 _GAPS_MAX = 1_000_000
 _WINDOW_S = 10.0
 _DECODE_BATCH = 64
-"""Requests decoding together, for the estimate of decode time."""
+"""Requests that decode together, for the estimate of decode time."""
 _NO_SHARING = 0.05
 _NEAR = 0.05
-"""Hit ratios that differ by less are called the same."""
+"""Difference below which hit ratios count as equal."""
 _MOSTLY = 0.6
 _SATURATED = 0.9
 _IDLE = 0.3
 
 
 class Pool(Struct, frozen=True, kw_only=True):
-    """The pods that the trace would be served by."""
+    """The pods that would serve the trace."""
 
     pods: int
     profile: Profile
     kv_tokens: int
-    """Of each pod."""
+    """KV cache of each pod."""
 
 
 class Quantiles(Struct, frozen=True, kw_only=True):
-    """Of tokens or seconds; all 0 if there was nothing."""
+    """Quantiles of tokens or seconds; all 0 if there are no values."""
 
     mean: float
     p50: float
@@ -59,7 +62,9 @@ class Quantiles(Struct, frozen=True, kw_only=True):
 
 
 class PodCeilings(Struct, frozen=True, kw_only=True):
-    """Token hit ratios that one cache a pod reaches, by how requests are placed: no bounds."""
+    """Token hit ratios with one cache for each pod, by placement of requests. They are no upper
+    bounds.
+    """
 
     random: float
     round_robin: float
@@ -67,62 +72,64 @@ class PodCeilings(Struct, frozen=True, kw_only=True):
 
 
 class Reuse(Struct, frozen=True, kw_only=True):
-    """How parts of prompts come again. A part is a block of the trace."""
+    """Reuse of the parts of prompts. A part is a block of the trace."""
 
     references: int
     distinct: int
     used_once: float
-    """Share of the distinct ones."""
+    """Share of the distinct parts that are used once."""
     distinct_first: int
-    """Parts that prompts begin with: if few, the longest prefix alone decides nothing."""
+    """Distinct first parts of prompts. If they are few, the longest prefix alone decides nothing.
+    """
     gap_s: Quantiles
-    """Between two uses of one part."""
+    """Time between two uses of one part."""
     live_tokens_max: int
-    """At the peak, tokens of parts between their first and their last use: the working set."""
+    """Working set: the maximum number of tokens in parts between their first and their last use."""
 
 
 class Ceilings(Struct, frozen=True, kw_only=True):
-    """Token hit ratios, see the module."""
+    """Token hit ratios, as the module explains them."""
 
     one_cache: float
-    """Without end: no run is above it, as runs may be above all others."""
+    """Hit ratio of an unlimited cache; no run exceeds it, but runs may exceed all others."""
     per_pod: PodCeilings
     one_cache_at_capacity: float
-    """With all pods' room together."""
+    """Hit ratio of one cache with the room of all pods together."""
     per_pod_at_capacity: PodCeilings
     affinity_load_max_over_mean: float
-    """Requests of the busiest pod when placed by affinity."""
+    """Requests of the busiest pod / mean requests of a pod when placed by affinity."""
 
 
 class Place(Struct, frozen=True, kw_only=True):
-    """Where on the map the trace is for this pool, as estimates."""
+    """Classification of the trace for this pool, as estimates."""
 
     regime: str
-    """no-sharing, fits-a-pod, fits-the-pool or exceeds-the-pool."""
+    """Relation of working set and pool: no-sharing, fits-a-pod, fits-the-pool or exceeds-the-pool.
+    """
     working_set_over_pod: float
     working_set_over_pool: float
     prefill_share: float
-    """Of GPU time, when placed by affinity."""
+    """Prefill's share of GPU time, when placed by affinity."""
     utilisation: float
-    """GPU time needed over GPU time there is; above 1 the pool cannot keep up."""
+    """Needed GPU time / available GPU time; above 1 the pool cannot keep up."""
     sentences: tuple[str, ...]
 
 
 class Inspection(Struct, frozen=True, kw_only=True):
-    """All of it."""
+    """All results of an inspection."""
 
     requests: int
     duration_s: Seconds
     rate_per_s: float
     waiting_for_answers: int
-    """Requests that wait for an answer: the times are those without that wait."""
+    """Requests that wait for an answer; their times do not include that wait."""
     models: int
     adapters: int
     sessions: int
     gap_cv: float
     """Coefficient of variation of the gaps between arrivals: 1 is Poisson."""
     peak_over_mean: float
-    """Busiest 10 seconds."""
+    """Arrival rate of the busiest 10 seconds / mean arrival rate."""
     prompt_tokens: Quantiles
     output_tokens: Quantiles
     prompt_tokens_total: int
@@ -133,7 +140,9 @@ class Inspection(Struct, frozen=True, kw_only=True):
 
 
 def inspect(arrivals: Iterable[Arrival], pool: Pool, seed: int = 1) -> Inspection:
-    """Read the trace to its end. ValueError if it has no requests."""
+    """Read the trace to its end and return its properties. Raises `ValueError` if it has no
+    requests.
+    """
     hits = Hits(pods=pool.pods, kv_tokens=pool.kv_tokens, seed=seed)
     uses = _Uses(seed)
     timing = _Timing()
@@ -184,7 +193,7 @@ def inspect(arrivals: Iterable[Arrival], pool: Pool, seed: int = 1) -> Inspectio
 
 
 def quantiles(values: npt.NDArray[Any]) -> Quantiles:
-    """By the nearest rank."""
+    """Return the quantiles by nearest rank."""
     if not len(values):
         return Quantiles(mean=0, p50=0, p90=0, p99=0, max=0)
     p50, p90, p99 = np.percentile(values, (50, 90, 99), method="inverted_cdf").tolist()
@@ -193,7 +202,7 @@ def quantiles(values: npt.NDArray[Any]) -> Quantiles:
 
 
 class _Timing:
-    """Gaps between arrivals and the busiest window."""
+    """Statistics of the gaps between arrivals, and of the busiest window."""
 
     def __init__(self) -> None:
         self.latest_s: Seconds = 0.0
@@ -226,7 +235,7 @@ class _Timing:
 
 
 class _Uses:
-    """When each distinct part was used."""
+    """Times at which each distinct part was used."""
 
     def __init__(self, seed: int) -> None:
         self._random = Random(f"{seed}:gaps")
@@ -236,7 +245,7 @@ class _Uses:
         self._gaps_s, self._gaps_seen = array("f"), 0
 
     def add(self, arrival: Arrival, slots: Sequence[int]) -> None:
-        """The slots as `Hits.add` tells them."""
+        """Record the uses of an arrival's parts; `slots` are those of `Hits.add`."""
         answers = arrival.answer is not None
         self._references += len(slots) - answers
         self._first_parts.update(slots[: min(1, len(slots) - answers)])
@@ -251,7 +260,7 @@ class _Uses:
             self._last_s[slot] = now
 
     def _gap(self, gap_s: Seconds) -> None:
-        """Keep a fair sample of the gaps."""
+        """Record a gap in a fair sample (reservoir sampling)."""
         self._gaps_seen += 1
         if len(self._gaps_s) < _GAPS_MAX:
             self._gaps_s.append(gap_s)
@@ -332,10 +341,10 @@ def _regime(over_pod: float, pool: Pool) -> str:
 def _sharing_sentence(
     regime: str, reuse: Reuse, ceilings: Ceilings, over_pod: float, pool: Pool
 ) -> str:
-    """What the sizes are, what follows from the hit ratios, and those."""
+    """Return the sentence about the working set, the consequence of the hit ratios, and the ratios."""
     best, pods = ceilings.one_cache, f"{pool.pods} pods"
     if not reuse.references:
-        return "The trace does not say what prompts share: it tells load policies apart, no others."
+        return "The trace does not say what prompts share: it can compare load policies only."
     if regime == "no-sharing":
         return (
             f"Prompts share almost nothing ({best:.1%} at most): route by load; a prefix policy "
@@ -356,7 +365,7 @@ def _sharing_sentence(
 
 
 def _conclusion(regime: str, ceilings: Ceilings) -> str:
-    """What routing and room do for the hit ratio, whatever the working set leads one to expect."""
+    """Return the effect of routing and of cache size on the hit ratio, independent of the regime."""
     affinity = ceilings.per_pod_at_capacity.affinity
     chance = ceilings.per_pod_at_capacity.random
     room_pays = ceilings.per_pod.affinity - affinity >= _NEAR
@@ -383,7 +392,7 @@ def _prefill_sentence(prefill_share: float, *, shares: bool) -> str:
 
 
 def _load_sentences(work: _Work, utilisation: float, ceilings: Ceilings) -> list[str]:
-    """At most one."""
+    """Return at most one sentence about the load."""
     at_capacity = ceilings.per_pod_at_capacity
     if utilisation < _IDLE:
         if at_capacity.affinity - at_capacity.random >= _NEAR:
@@ -392,14 +401,16 @@ def _load_sentences(work: _Work, utilisation: float, ceilings: Ceilings) -> list
     if 2 * work.waiting > work.requests:
         return ["Most requests wait for an answer: the load adapts to what the pool can serve."]
     if not work.duration_s:
-        return ["All requests come at one instant: what load they are cannot be told."]
+        return ["All requests arrive at one instant: their load cannot be determined."]
     if utilisation > _SATURATED:
         return ["The pool is at or past saturation: queues decide TTFT."]
     return []
 
 
 def _gpu_s(work: _Work, hit: float, profile: Profile) -> tuple[Seconds, Seconds]:
-    """Estimates of (prefill, decode) time: mean prompt in full chunks, decodes in a fixed batch."""
+    """Return estimates of (prefill, decode) time. Prompts are average and in full chunks; decodes
+    are in a fixed batch.
+    """
     context = work.prompt_tokens / work.requests
     new = max(1.0, context * (1 - hit))
     chunk = profile.max_num_batched_tokens

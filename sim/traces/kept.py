@@ -1,13 +1,13 @@
-"""Big traces as they were read, kept on disk: reading one again takes an eighth of the time.
+"""A cache on disk of big traces in parsed form: reading one again takes an eighth of the time.
 
-What is kept is known by the bytes of the file, by how it is to be read, and by the code that read
-it; so nothing is ever out of date. An entry is written beside its place and moved there whole, so
-that several processes may write the same; one that is not as it was written is read anew. Where
-the folder grows too large, what was not used for longest goes.
+An entry is identified by the bytes of the trace file, the reading options and the code that reads,
+so that it is never stale. An entry is written to a temporary file and then moved to its place, so
+several processes may write the same one. A damaged entry is ignored, and the trace is read again.
+If the folder grows too large, the least recently used entries are deleted.
 
-An entry is frames of MessagePack, each a list of `Arrival`, then a frame of length 0 and the
-XXH3-128 of all before it. The rows become arrivals, checked, without code of ours: columns on disk
-would have to be put together for each of them.
+An entry consists of MessagePack frames, each a list of `Arrival`, then a frame of length 0 and the
+XXH3-128 of all bytes before it. msgspec turns the rows into checked arrivals without further code.
+A column format would need code that assembles them.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from sim.sentences import sentence_of
 from sim.traces.arrival import Arrival
 
 KEPT_BYTES_MAX: Final = 2 * 1024**3
-"""Of all entries together, and of one."""
+"""Maximum size of all entries together, and of one."""
 FRAME_ARRIVALS_MAX: Final = 4096
 _FRAME_BLOCKS_MAX: Final = 1_000_000
 _LENGTH: Final = Struct("<Q")
@@ -37,37 +37,40 @@ _READ_BYTES: Final = 1024 * 1024
 _ENDING: Final = ".arrivals"
 _UNFINISHED: Final = ".part"
 _UNFINISHED_S_MAX: Final = 3600.0
-"""So much older than an entry that was begun and finished since: whoever wrote it has died."""
+"""Age, relative to a new entry, from which an unfinished file counts as left by a dead process."""
 
 
 class NotKept(Exception):  # noqa: N818  an answer, not an error
-    """There is no such entry, or it is not as it was written."""
+    """The entry does not exist or is damaged."""
 
 
 def kept_folder() -> str:
-    """Where traces of this user are kept, by the XDG base directory specification; "": nowhere."""
+    """Return this user's folder for cached traces, or "" if there is none.
+
+    The place follows the XDG base directory specification.
+    """
     named = os.environ.get("XDG_CACHE_HOME", "")
     if Path(named).is_absolute():
         return str(Path(named) / "homing" / "traces")
     try:
         return str(Path.home() / ".cache" / "homing" / "traces")
     except RuntimeError:
-        # Nobody knows who this user is.
+        # The home directory of this user is unknown.
         return ""
 
 
 class KeptTraces:
-    """The entries in one folder, which only this user may read: sessions have names."""
+    """The cached traces in one folder. Only this user may read it, because session names are in it."""
 
     def __init__(self, folder: Path, *, bytes_max: int = KEPT_BYTES_MAX) -> None:
-        """The folder is made when the first entry is."""
+        """Use `folder`, which is created together with the first entry."""
         self._folder = folder
         self._bytes_max = bytes_max
 
     def name_of(self, path: Path, how: Sequence[object]) -> str:
-        """What the trace in the file `path` is kept under, if it is read as `how` says.
+        """Return the name of the entry for the trace file `path`, read with the options `how`.
 
-        Raises `NotKept` if the code that reads cannot be told from other code, and `OSError`.
+        Raises `OSError`, and `NotKept` if the version of the reading code is unknown.
         """
         version = _version_of_reading()
         if not version:
@@ -79,17 +82,17 @@ class KeptTraces:
         return digest.hexdigest()
 
     def holds(self, name: str) -> bool:
-        """Whether there is such an entry, whole or not."""
+        """Return whether there is such an entry, intact or not."""
         return self._path(name).is_file()
 
     def read(self, name: str) -> Iterator[Arrival]:
-        """The arrivals of an entry. Raises `NotKept`, after some of them at the worst."""
+        """Yield the arrivals of an entry. Raises `NotKept`, possibly after some of them."""
         path = self._path(name)
         try:
             with path.open("rb") as file:
                 _check(file)
                 with contextlib.suppress(OSError):
-                    # Now it is the last that goes, if the folder may be changed.
+                    # The entry becomes the most recently used one, if the folder is writable.
                     os.utime(path)
                 decode = msgspec.msgpack.Decoder(list[Arrival]).decode
                 while length := _LENGTH.unpack(file.read(_LENGTH.size))[0]:
@@ -102,11 +105,11 @@ class KeptTraces:
     def keeping(
         self, name: str, arrivals: Iterator[Arrival], as_named: Callable[[], bool]
     ) -> Iterator[Arrival]:
-        """The same arrivals, an entry once the last has been taken.
+        """Yield the same arrivals, and store them as an entry after the last one.
 
-        None if one of them has a body (nobody asked for a copy of what people wrote), if they take
-        more room than all entries may, or if they turn out not to be `as_named`. What the folder
-        refuses is told on standard error and changes nothing else.
+        Nothing is stored in three cases: an arrival has a body, because no one asked for copies of
+        users' texts; the arrivals exceed the size limit; `as_named` returns False at the end. Write
+        errors are reported on stderr and have no other effect.
         """
         with contextlib.ExitStack() as files:
             writer: _Writer | None = None
@@ -128,12 +131,14 @@ class KeptTraces:
         return self._folder / f"{name}{_ENDING}"
 
     def _evict(self, last: Path) -> None:
-        """Make room, for `last` too, which is new; another process may do the same."""
+        """Delete the oldest entries until all fit, including `last`, which is new. Other processes
+        may do so too.
+        """
         entries: list[tuple[float, int, Path]] = []
         with contextlib.suppress(OSError):
             now = last.stat().st_mtime
             for path in self._folder.iterdir():
-                # One may be gone by now.
+                # Another process may have deleted the entry.
                 with contextlib.suppress(OSError):
                     told = path.stat()
                     if path.suffix == _ENDING:
@@ -151,10 +156,10 @@ class KeptTraces:
 
 
 class _Writer:
-    """An entry that is being written, under a name that no other process has."""
+    """A writer of one entry, in a temporary file with a unique name."""
 
     def __init__(self, folder: Path, bytes_max: int) -> None:
-        """Raises `OSError`."""
+        """Create the temporary file. Raises `OSError`."""
         handle, name = tempfile.mkstemp(suffix=_UNFINISHED, dir=folder)
         self._file: BinaryIO = os.fdopen(handle, "wb")
         self._path = Path(name)
@@ -170,7 +175,7 @@ class _Writer:
         self.discard()
 
     def takes(self, arrival: Arrival) -> bool:
-        """Append one; False if this one, or what it comes after, cannot be kept."""
+        """Append an arrival. Return False if it or an earlier one cannot be stored."""
         if arrival.body:
             return False
         self._frame.append(arrival)
@@ -185,7 +190,7 @@ class _Writer:
         return self._left_bytes >= 0
 
     def finish(self, place: Path) -> None:
-        """Write the rest, and move the whole to `place`."""
+        """Write the rest and move the file to `place`."""
         try:
             if self._frame:
                 self._write_frame()
@@ -198,9 +203,9 @@ class _Writer:
             _tell(self._path, sentence_of(problem))
 
     def discard(self) -> None:
-        """Nothing of it stays, unless it is finished."""
+        """Delete the temporary file, unless it has been moved to its place."""
         with contextlib.suppress(OSError):
-            # Closing writes what is buffered, for which there may be no room.
+            # Closing writes buffered data, for which there may be no space.
             self._file.close()
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
@@ -220,7 +225,7 @@ class _Writer:
 
 
 def _check(file: BinaryIO) -> None:
-    """`msgspec.DecodeError` unless the file is whole; it is then at its beginning."""
+    """Raise `msgspec.DecodeError` unless the file is intact; rewind it to its beginning."""
     left = os.fstat(file.fileno()).st_size - _DIGEST_BYTES
     digest = xxhash.xxh3_128()
     while left > 0 and (part := file.read(min(left, _READ_BYTES))):
@@ -233,7 +238,7 @@ def _check(file: BinaryIO) -> None:
 
 @cache
 def _version_of_reading() -> str:
-    """Of the sources that make arrivals of lines; "" where there are no sources."""
+    """Return a hash of the source files that parse traces, or "" if there are no source files."""
     folders = [Path(__file__).parent, *map(Path, epp.core.prompt.__path__)]
     digest = xxhash.xxh3_128()
     try:
@@ -246,4 +251,4 @@ def _version_of_reading() -> str:
 
 
 def _tell(path: Path, problem: str) -> None:
-    sys.stderr.write(f"sim: the trace is not kept in {path}: {problem}\n")
+    sys.stderr.write(f"sim: the trace is not cached in {path}: {problem}\n")

@@ -1,4 +1,4 @@
-"""How lengths, counts and pauses are drawn: the distributions that inference-perf knows."""
+"""Random distributions of lengths, counts and pauses: those that inference-perf supports."""
 
 import math
 from random import Random
@@ -13,9 +13,9 @@ _KNUTH_MEAN_MAX = 30.0
 
 
 class Spread(Struct, frozen=True, kw_only=True):
-    """A distribution, cut off (not drawn again) at `min` and `max`.
+    """A distribution whose values are clipped (not resampled) at `min` and `max`.
 
-    `mean` and `std_dev` are those of the variable itself, also where it is lognormal.
+    `mean` and `std_dev` are those of the variable itself, also for a lognormal.
     """
 
     type: Kind = "normal"
@@ -28,16 +28,16 @@ class Spread(Struct, frozen=True, kw_only=True):
         if not (0 <= self.min <= self.max and self.mean >= 0 and self.std_dev >= 0):
             raise FieldError("", "Expected 0 <= min <= max, mean >= 0 and std_dev >= 0")
         if self.type == "uniform" and self.max == math.inf:
-            raise FieldError("max", "Expected an end of what is uniform, found none")
+            raise FieldError("max", "Expected an upper end of a uniform distribution, found none")
         if self.type == "lognormal" and self.std_dev and not self.mean:
             raise FieldError("mean", "Expected above 0 for a lognormal, got 0")
 
     def draw(self, random: Random) -> float:
-        """One value."""
+        """Draw one value."""
         return min(max(self._draw(random), self.min), self.max)
 
     def count(self, random: Random) -> int:
-        """One value as an integer of at least 1."""
+        """Draw one value as an integer of at least 1."""
         return max(1, round(self.draw(random)))
 
     def _draw(self, random: Random) -> float:
@@ -56,17 +56,17 @@ class Spread(Struct, frozen=True, kw_only=True):
 
 
 def fixed(value: float) -> Spread:
-    """Always `value`."""
+    """Return a distribution that always gives `value`."""
     return Spread(type="fixed", mean=value)
 
 
 def around(mean: float, share: float = 0.3) -> Spread:
-    """Evenly within `share` of `mean`, both ways."""
+    """Return a uniform distribution within `share` of `mean`, below and above."""
     return Spread(type="uniform", mean=mean, min=mean * (1 - share), max=mean * (1 + share))
 
 
 def _small_poisson(random: Random, mean: float) -> int:
-    """Knuth's method: as many factors as keep the product above exp(-mean)."""
+    """Draw by Knuth's method: count random factors until their product is at most exp(-mean)."""
     limit, product, count = math.exp(-mean), random.random(), 0
     while product > limit:
         product *= random.random()

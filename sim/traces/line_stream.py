@@ -1,4 +1,4 @@
-"""This module lets lines that a generator makes be read like a file."""
+"""An adapter that makes the lines of a generator readable like a file."""
 
 import io
 from collections.abc import Iterable, Iterator

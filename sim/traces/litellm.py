@@ -1,10 +1,10 @@
 """LiteLLM spend logs with `prefix_block_hashes` (1.111 and later), one row a line.
 
-The callback writes 16 hexadecimal digits a block of tokens, chained, with one for the cut last
-block. The row has the provider's counts of tokens, the hashes LiteLLM's own: they need not agree to
-the token, so a surplus of either is not an error. Where in the row the hashes are depends on how it
-was exported (`metadata` is an object or a string of JSON), so they are looked for by name. An export
-that is one JSON array becomes lines with `jq -c '.[]'`.
+The callback writes 16 hexadecimal digits for each block of tokens. The hashes are chained, with one
+for a partial last block. The token counts are the provider's, and the hashes are LiteLLM's. They
+may differ by some tokens, so a surplus of either is not an error. The position of the hashes in a
+row depends on the export (`metadata` is an object or a string of JSON), so they are found by name.
+To read an export that is one JSON array, convert it to lines with `jq -c '.[]'`.
 """
 
 from datetime import UTC, datetime
@@ -37,7 +37,7 @@ class _Row(Struct, rename={"started": "startTime"}):
 
     @property
     def reached_the_model(self) -> bool:
-        """It did not fail, was not answered from LiteLLM's own cache, and was about tokens."""
+        """True if the request succeeded, was not answered from LiteLLM's own cache, and has tokens."""
         cached = str(self.cache_hit).lower() == "true"
         return bool(self.prompt_tokens) and self.status != "failure" and not cached
 
@@ -74,7 +74,7 @@ def _parser(first: bytes, options: ReadOptions) -> Parse:
 
 
 def _hashes(row: _Row) -> tuple[int | None, tuple[int, ...]]:
-    """(block size if the row tells, ids); no ids if the row has no hashes."""
+    """Return (block size or None, ids); there are no ids if the row has no hashes."""
     found = row.hashes
     if found is None:
         metadata = row.metadata
@@ -97,7 +97,7 @@ def _size(found: dict[str, Any]) -> int | None:
     if name is None:
         return None
     size = found[name]
-    # To Python true and false are integers.
+    # In Python, true and false are integers too.
     if type(size) is not int or size < 1:
         raise FieldError(f"{HASHES}.{name}", f"Expected an integer of at least 1, got {size!r:.40}")
     return size
@@ -113,7 +113,7 @@ def _identity(place: int, text: object) -> int:
 
 
 def _find(document: object, name: str) -> Any:
-    """The first member called `name`, at any depth."""
+    """Return the first member called `name`, at any depth."""
     if not isinstance(document, dict):
         return None
     if name in document:

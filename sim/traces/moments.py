@@ -1,4 +1,4 @@
-"""This module reads times as traces write them: numbers in several units, and dates."""
+"""Reading of times in traces: numbers in several units, and dates."""
 
 import math
 import re
@@ -9,9 +9,9 @@ from epp.core.types import Seconds
 from sim.traces.arrival import FieldError
 
 UNITS_S: Final = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-"""Each unit maps to its length in seconds."""
+"""Length of each unit in seconds."""
 _ABSOLUTE_FROM: Final = ((1e17, "ns"), (1e14, "us"), (1e11, "ms"))
-"""A Unix time of the years 1973 to 5138 is at least so much in this unit, and less in the next."""
+"""Lower bound of a Unix time of the years 1973 to 5138 in each unit; larger units stay below it."""
 _UNIT_AT_THE_END: Final = re.compile(
     r"(?<=[^a-z])(?:in )?(ns|us|ms|s|sec|seconds|milliseconds|microseconds|nanoseconds)"
     r"[^a-z]*$"

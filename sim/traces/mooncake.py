@@ -1,8 +1,8 @@
-"""Arrivals written as Mooncake JSONL, for tools that read nothing else.
+"""Export of arrivals as Mooncake JSONL, for tools that read no other format.
 
-The format has one id for every 512 tokens and nothing else that identifies text, so whatever is
-finer is rounded: an id stands for all text up to its end. Models, sessions, closed loops and
-answers are lost; with `after` the times are those without the wait.
+The format has one id for every 512 tokens and no other identity of text, so finer blocks are
+rounded: an id stands for all text up to its end. Models, sessions, closed loops and answers are
+lost. Times of requests with `after` do not include the wait.
 """
 
 from typing import BinaryIO
@@ -14,20 +14,20 @@ from sim.traces.blocks import MOONCAKE_BLOCK_TOKENS
 from sim.traces.prompts import PromptHashes
 
 _ID_MASK = 2**63 - 1
-"""Other readers take ids for signed."""
+"""Mask for 63 bits, because other readers treat ids as signed."""
 
 
 class MooncakeWriter:
-    """Writes line by line; the file stays the caller's."""
+    """A writer of Mooncake lines; the caller closes the file."""
 
     def __init__(self, file: BinaryIO) -> None:
-        """Nothing is written before the first request."""
+        """Create the writer; nothing is written before the first request."""
         self._file = file
         self._encode = msgspec.json.Encoder().encode
         self.lines = 0
 
     def write(self, arrival: Arrival) -> None:
-        """Append a request; the cut last block gets the id of its last token."""
+        """Append a request; a partial last block gets the id of its last token."""
         hashes = PromptHashes(arrival)
         size, tokens = MOONCAKE_BLOCK_TOKENS, arrival.prompt_tokens
         blocks = (hashes.chain(size, tokens) & _ID_MASK).tolist()

@@ -1,7 +1,7 @@
-"""Raw OpenAI requests, one a line: read and hashed as production does, then without their text.
+"""Raw OpenAI requests, one a line, parsed and hashed as in production.
 
-A line is a body; or an object with the body under `body`, as the batch API has it (`url`, `method`,
-`custom_id`), and optionally `time_s` or `timestamp` (seconds, or a date and time), `path`,
+A line is a body, or an object with the body under `body`, as the batch API has it (`url`, `method`,
+`custom_id`). It optionally has `time_s` or `timestamp` (seconds, or a date and time), `path`,
 `output_tokens`, `session`, `priority`, `headers` and `response` with its `usage`.
 """
 
@@ -21,15 +21,15 @@ from sim.traces.reading import MALFORMED, LineFormat, Parse, ReadOptions
 from sim.traces.texts import BLOCK_TOKENS, Tokenize, blocks_of, text_in, tokenizer_at
 
 OUTPUT_TOKENS_DEFAULT: Final = 128
-"""Where neither the line nor a limit in the body tells the length of the answer."""
+"""Answer length if neither the line nor a limit in the body has one."""
 TOKEN_ESTIMATE: Final = (
     f"Prompt tokens are estimated as one for every {BYTES_PER_TOKEN} bytes of text, unless a "
-    "--tokenizer counts them; where a line has no count of them, answer tokens are its limit, or "
-    f"{OUTPUT_TOKENS_DEFAULT} without one."
+    "--tokenizer counts them. If a line has no count of answer tokens, the answer is as long as the "
+    f"request's limit, or {OUTPUT_TOKENS_DEFAULT} tokens without one."
 )
 _BLOCKS_MAX: Final = 1_000_000
 _TERMINATOR_BYTES: Final = 1
-"""What production reads of an empty text: its end."""
+"""Length that production reads for an empty text: its terminator."""
 _PATHS: Final = {
     "messages": "/v1/chat/completions",
     "prompt": "/v1/completions",
@@ -110,10 +110,10 @@ def arrival_of_body(
     headers: tuple[tuple[str, str], ...] = (),
     tokenize: Tokenize | None = None,
 ) -> Arrival:
-    """The request `body` at time 0, its answer as long as its limit, or as is usual without one.
+    """Return the request `body` at time 0, with the answer as long as its limit or the default.
 
-    `path` is "" if the body tells which API it is for. Raises `FieldError` for what the picker would
-    refuse, and what msgspec raises for what is no JSON object.
+    `path` is "" if the body tells its API. Raises `FieldError` if the picker would refuse the
+    request, and msgspec's errors if the body is not a JSON object.
     """
     path = path or _path_of(msgspec.json.decode(body, type=dict[str, Raw]))
     parsed = parse_request(path=path, headers=dict(headers), body=body, request_id=str(index))
@@ -135,7 +135,7 @@ def arrival_of_body(
     return Arrival(
         index=index,
         time_s=0.0,
-        # Production counts tokens by bytes: of fewer than four there are none.
+        # Production estimates tokens by bytes, which gives 0 for fewer than four.
         prompt_tokens=max(1, prompt_tokens),
         output_tokens=request.output_tokens_max or OUTPUT_TOKENS_DEFAULT,
         output_tokens_max=request.output_tokens_max,
@@ -160,7 +160,7 @@ def _recognises(line: bytes) -> bool:
     try:
         members = msgspec.json.decode(line, type=dict[str, Raw])
     except MALFORMED:
-        # Of a long first line only the head is looked at.
+        # Only the beginning of a long first line is available here.
         return b'"model"' in line and any(f'"{name}"'.encode() in line for name in _PATHS)
     if "body" in members:
         return True

@@ -1,6 +1,6 @@
-"""This module warns of data that are legal and look like a mistake, such as a wrong unit or column.
+"""Warnings about data that are valid but look like a mistake, such as a wrong unit or column.
 
-It looks at the beginning of a trace, in the order of its lines, and changes nothing that is read.
+The check reads the beginning of a trace in the order of its lines, and changes nothing.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,17 @@ from sim.traces.arrival import Arrival, TraceError
 from sim.traces.reading import LineFormat, Trace
 
 LOOKED_AT_MAX: Final = 1_000
-"""This many first requests are looked at."""
+"""Number of first requests that are checked."""
 _REQUESTS_MIN: Final = 10
-"""Rates and constant columns are not judged by fewer requests."""
+"""Minimum number of requests for a judgement of rates and constant columns."""
 _GAP_S_MIN: Final = 0.002
-"""Known traces have at most some hundred requests a second; seconds that are read as milliseconds
-have a thousand times their rate."""
+"""Mean gap below which a time looks like seconds read as milliseconds. Known traces have at most
+some hundred requests a second; such a misread trace has a thousand times its rate.
+"""
 _GAP_S_MAX: Final = 60.0
-"""A trace to replay has more than one request a minute; one whose milliseconds are read as seconds has
-fewer."""
+"""Mean gap above which a time looks like milliseconds read as seconds. A trace to replay has more
+than one request a minute.
+"""
 
 
 def warnings_of(trace: Trace) -> list[str]:
@@ -42,7 +44,7 @@ def warnings_of(trace: Trace) -> list[str]:
         return []
     return [
         *_about_times(trace, arrivals),
-        # Texts of which the answers are not known all have the same estimate.
+        # Texts without known answers all have the same estimate.
         *([] if trace.format.token_estimate else _about_tokens(arrivals)),
         *_about_sharing(arrivals, named="columns" in trace.format.takes),
     ]
@@ -52,7 +54,7 @@ def _about_times(trace: Trace, arrivals: Sequence[Arrival]) -> list[str]:
     told_s = [one.time_s for one in arrivals if one.after is None]
     if _changes(trace, told_s, rate_per_s=2 * (trace.options.rate_per_s or 1.0)):
         sent = "requests are sent at 1 a second: set --rate-per-s"
-        return [] if trace.options.rate_per_s else [f"The trace has no times, so that {sent}."]
+        return [] if trace.options.rate_per_s else [f"The trace has no times, so {sent}."]
     found = []
     decreasing = sum(later < earlier for earlier, later in pairwise(told_s))
     if decreasing:
@@ -85,7 +87,7 @@ def _changes(trace: Trace, told_s: Sequence[Seconds], **options: Any) -> bool:
 
 
 def _mean_gap_s(told_s: Sequence[Seconds]) -> Seconds | None:
-    """Return the mean gap; None for few requests and for requests that all arrive at once."""
+    """Return the mean gap, or None for few requests and for requests that all arrive at once."""
     if len(told_s) < _REQUESTS_MIN:
         return None
     span_s = max(told_s) - min(told_s)

@@ -1,19 +1,19 @@
-"""Block ids to prompts, in two ways that share in exactly the same places.
+"""Conversion of block ids to prompts, in two ways that share at exactly the same places.
 
-Fast: hashes, without any text. The base of a block is made of the base before it, of where it starts
-and of its id; the hash at any token is the base of its block plus an odd constant for each token
-from the start. So one list of ids gives hashes for blocks of any size, for the picker and for an
-engine, and blocks of one id and different lengths share the shorter's.
+Fast: hashes without text. The base of a block is a hash of the base before it, its start and its
+id. The hash at any token is the base of its block plus an odd constant for each token from the
+start. One list of ids therefore gives hashes for blocks of any size, for the picker and for an
+engine. Blocks with one id and different lengths share as many tokens as the shorter one has.
 
-Through bytes: a text of four bytes a token for `/v1/completions`, to be parsed and hashed as in
-production. A block's text begins with a token that no other place of a text has, and goes on with
-the rest of its id. The two ways agree because the text can be cut back into its blocks; a hash
-covers whole tokens, so it must cover the whole id of a block to tell it from another: with blocks
-of a multiple of 64 tokens, or of a divisor of 64, it always does. Of stretches of any length it may
-cover one token, so that their ids must fit into one: those of generated workloads do.
+Through bytes: a text of four bytes a token for `/v1/completions`, which is parsed and hashed as in
+production. The text of a block begins with a token that occurs nowhere else in a text, and
+continues with the rest of its id. The two ways agree because the text can be split into its blocks
+again. A hash covers whole tokens, so it must cover the whole id of a block to distinguish it from
+others. It does if the block size is a multiple or a divisor of 64 tokens. For stretches of any
+length it may cover one token, so their ids must fit into one; ids of generated workloads do.
 
-What follows the last block is the request's own, and so is the answer unless the trace gives it an
-id. Answers are no part of what the picker hashes.
+Text after the last block is unique to the request, and so is the answer unless the trace gives it
+an id. Answers are not part of the picker's hashes.
 """
 
 from bisect import bisect_right
@@ -38,25 +38,27 @@ from sim.traces.arrival import Arrival
 
 COMPLETIONS_PATH: Final = "/v1/completions"
 DEFAULT_MODEL: Final = "trace"
-"""The model of a request whose trace names none."""
+"""Model of a request for which the trace names none."""
 PICKER_BLOCK_TOKENS: Final = 64
 
 _WORD: Final = 2**64 - 1
 _STRIDE: Final = 0x9E3779B97F4A7C15
-"""Odd, so that the hashes inside a block all differ."""
+"""An odd constant, so that all hashes inside a block differ."""
 _SEEDS_KEPT_MAX: Final = 64
-"""Of models and salts; a trace names few."""
+"""Maximum number of cached seeds, one for each model and salt; a trace has few."""
 _STRIDES_KEPT_MAX: Final = 4096
-"""Blocks of 8 bytes, for each of as many block sizes as follow."""
+"""Number of blocks, of 8 bytes each, for which strides are cached. `_STRIDE_SIZES_MAX` limits the
+number of block sizes.
+"""
 _STRIDE_SIZES_MAX: Final = 16
 _PART: Final = Struct("=QQ")
-"""Its number and its first token."""
+"""A part's number and its first token."""
 _OWN_PROMPT: Final = b"prompt"
 _OWN_ANSWER: Final = b"answer"
 
 _SHARED_FIRST: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 _OWN_FIRST: Final = "!#$%&()*+,;<=>?@"
-"""Neither has a blank: that begins all other tokens."""
+"""First characters of a block's text. Neither set has a blank, which begins all other tokens."""
 _DIGIT_BITS: Final = 6
 _FIRST_TOKEN_IDS: Final = 2**24
 _SECOND_TOKEN_IDS: Final = 2**42
@@ -64,7 +66,7 @@ _FIRST_TOKEN_OWN: Final = 2**22
 
 
 def model_of(arrival: Arrival) -> str:
-    """The name in the body: the adapter, else the model, else `DEFAULT_MODEL`."""
+    """Return the model name in the body: the adapter, else the model, else `DEFAULT_MODEL`."""
     return arrival.adapter or arrival.model or DEFAULT_MODEL
 
 
@@ -75,12 +77,12 @@ def request_of(
     *,
     told_block_tokens: Sequence[int] = (),
 ) -> InferenceRequest:
-    """The request as the picker sees it, without text.
+    """Return the request as the picker receives it, without text.
 
-    `block_tokens` are all the block sizes in which affinity indexes will look: for any other they
-    would find a prompt without blocks. `told_block_tokens`: those in which indexes look that engines
-    tell what they hold, where the tokens of prompts are known. `hashes`, if they are made already, are
-    those of `arrival`.
+    `block_tokens` are all block sizes in which affinity indexes look up prompts; with any other
+    size they would find no blocks. `told_block_tokens` are the block sizes of indexes that receive
+    KV-cache events, for requests with known tokens. `hashes` are those of `arrival`, if they exist
+    already.
     """
     hashes = hashes or PromptHashes(arrival)
     return InferenceRequest(
@@ -100,12 +102,14 @@ def request_of(
 
 
 def engine_chain(arrival: Arrival, block_size_tokens: int) -> list[int]:
-    """The hash of every full block of prompt and answer together, as an engine wants them."""
+    """Return the hash of every full block of prompt and answer together, in the engine's form."""
     return PromptHashes(arrival).engine_chain(block_size_tokens)
 
 
 def request_through_bytes(arrival: Arrival) -> InferenceRequest:
-    """The request as production reads it from the body; ValueError if it refuses the body."""
+    """Return the request as production reads it from the body. Raises `ValueError` if it refuses
+    the body.
+    """
     parsed = parse_request(
         path=arrival.path or COMPLETIONS_PATH,
         headers=dict(arrival.headers),
@@ -113,7 +117,7 @@ def request_through_bytes(arrival: Arrival) -> InferenceRequest:
         request_id=str(arrival.index),
     )
     if isinstance(parsed, Refusal):
-        # The type is right; it is the body that is not.
+        # The type is right, but the value is not.
         raise ValueError(  # noqa: TRY004
             f"Request {arrival.index} is refused: {parsed.message}."
         )
@@ -121,9 +125,9 @@ def request_through_bytes(arrival: Arrival) -> InferenceRequest:
 
 
 def body_of(arrival: Arrival) -> bytes:
-    """The body of the request: the raw one, else one for `COMPLETIONS_PATH`.
+    """Return the request's body: the raw one, else one for `COMPLETIONS_PATH`.
 
-    Raises ValueError if the ids are too large for the text to tell blocks apart.
+    Raises `ValueError` if the ids are too large for the text to distinguish blocks.
     """
     if arrival.body:
         return arrival.body
@@ -140,8 +144,8 @@ def body_of(arrival: Arrival) -> bytes:
 
 
 def prompt_text(arrival: Arrival) -> str:
-    """Four ASCII characters a token. Raises ValueError as `body_of` does."""
-    # A hash of the picker may end as early as this many tokens into a block.
+    """Return the prompt with four ASCII characters a token. Raises `ValueError` like `body_of`."""
+    # A hash of the picker may end this many tokens after the start of a block.
     shortest = 1 if arrival.lengths else arrival.block_tokens
     limit = {1: _FIRST_TOKEN_IDS, 2: _SECOND_TOKEN_IDS}.get(shortest, _WORD + 1)
     if arrival.blocks and max(arrival.blocks) >= limit:
@@ -165,7 +169,9 @@ def prompt_text(arrival: Arrival) -> str:
 
 
 def _text(first: str, number: int, tokens: int) -> str:
-    """`tokens` tokens that say `number`: its low bits in the first, three digits in each other."""
+    """Return text of `tokens` tokens that encodes `number`: low bits in the first token, three
+    digits in each other.
+    """
     low, high = divmod(number, len(first))[::-1]
     word = first[low]
     for _ in range(3):
@@ -184,7 +190,9 @@ def _text(first: str, number: int, tokens: int) -> str:
 def block_hashes(
     keys: Sequence[int], ends: Sequence[int], start: int, end: int, block_tokens: int
 ) -> list[int]:
-    """The hashes of blocks `start` to `end` of a chain in pieces, as `PromptHashes.chain` has them."""
+    """Return the hashes of blocks `start` to `end` of a chain in pieces, equal to those of
+    `PromptHashes.chain`.
+    """
     stride = block_tokens * _STRIDE
     found: list[int] = []
     piece = bisect_right(ends, start)
@@ -198,12 +206,12 @@ def block_hashes(
 
 
 class PromptHashes:
-    """The hashes of one prompt and its answer, for blocks of any size; made once, asked often."""
+    """The hashes of one prompt and its answer, for blocks of any size."""
 
     __slots__ = ("_ends", "bases", "prompt_tokens", "tokens")
 
     def __init__(self, arrival: Arrival) -> None:
-        """Hash the ids; a hash at token t is the base of the part that holds t, plus t strides."""
+        """Hash the ids. A hash at token t is the base of the part that contains t, plus t strides."""
         self.prompt_tokens = arrival.prompt_tokens
         self.tokens = arrival.prompt_tokens + arrival.output_tokens
         numbers, self._ends = _parts(arrival)
@@ -213,18 +221,19 @@ class PromptHashes:
             seed := xxh64(pack(number, start), seed)
             for number, start in zip(numbers, (0, *self._ends), strict=False)
         ]
-        """One for each of `Arrival.spans`, then the request's own part if there is one, then the
-        answer. Equal bases: equal text from the start to as far as the shorter of the parts goes.
+        """Base of each of `Arrival.spans`, then of the request's own part if there is one, then of
+        the answer. Two parts with equal bases have the same text from the start to the end of the
+        shorter one.
         """
 
     def chain(self, block_tokens: int, tokens: int) -> npt.NDArray[np.uint64]:
-        """The hash at the end of each full block within the first `tokens` tokens."""
+        """Return the hash at the end of each full block within the first `tokens` tokens."""
         last = tokens // block_tokens
         ends = [end // block_tokens for end in self._ends]
         while ends and ends[-1] > last:
             del ends[-1]
         if not ends or ends[-1] < last:
-            # The rest is in the first part that ends behind it.
+            # The rest is in the first part that ends after it.
             ends.append(last)
         counts = np.array(list(map(sub, ends, (0, *ends))))
         bases = np.array(self.bases[: len(ends)], np.uint64)
@@ -235,17 +244,19 @@ class PromptHashes:
         return hashes
 
     def picker_chain(self, block_tokens: int) -> bytes:
-        """Of the prompt, as `InferenceRequest.chains` holds it: 8 bytes a block."""
+        """Return the hashes of the prompt as in `InferenceRequest.chains`: 8 bytes a block."""
         return self.chain(block_tokens, self.prompt_tokens).tobytes()
 
     def engine_chain(self, block_tokens: int) -> list[int]:
-        """Of prompt and answer together, as `EngineRequest` wants it."""
+        """Return the hashes of prompt and answer together, as `EngineRequest` takes them."""
         hashes: list[int] = self.chain(block_tokens, self.tokens).tolist()
         return hashes
 
     def engine_pieces(self, block_tokens: int) -> tuple[list[int], list[int]]:
-        """The same told shorter, as `EngineRequest` takes it: a key for all blocks that end in one
-        part, and how many blocks there are up to the end of each.
+        """Return `engine_chain` in a shorter form, as `EngineRequest` takes it.
+
+        The lists are a key for all blocks that end in one part, and the number of blocks up to the
+        end of each part.
         """
         ends = [end // block_tokens for end in self._ends]
         longer = list(map(gt, ends, (0, *ends)))
@@ -255,7 +266,9 @@ class PromptHashes:
 
 
 def _parts(arrival: Arrival) -> tuple[list[int], list[int]]:
-    """What the parts of the prompt, then the answer, are known by, and where each ends in tokens."""
+    """Return the identities of the prompt's parts and of the answer, and the token at which each
+    ends.
+    """
     numbers: list[int] = []
     ends: list[int] = []
     if arrival.lengths:
@@ -275,7 +288,7 @@ def _parts(arrival: Arrival) -> tuple[list[int], list[int]]:
 
 
 def _strides_of(block_tokens: int, blocks: int) -> npt.NDArray[np.uint64]:
-    """What is added to the base of a part at the end of each block."""
+    """Return the numbers that are added to the base of a part at the end of each block."""
     ends = np.arange(1, blocks + 1, dtype=np.uint64)
     ends *= np.uint64(block_tokens * _STRIDE & _WORD)
     return ends
@@ -283,7 +296,7 @@ def _strides_of(block_tokens: int, blocks: int) -> npt.NDArray[np.uint64]:
 
 @lru_cache(_STRIDE_SIZES_MAX)
 def _strides(block_tokens: int) -> npt.NDArray[np.uint64]:
-    """The same for every prompt: kept for those that are not too long."""
+    """Return the strides of a prompt that is not too long; they are the same for every prompt."""
     return _strides_of(block_tokens, _STRIDES_KEPT_MAX)
 
 
@@ -293,5 +306,5 @@ def _seed(model: str, cache_salt: str) -> int:
 
 
 def _own(what: bytes, index: int) -> int:
-    """Stands for text that no other request has."""
+    """Return the identity of text that no other request has."""
     return xxhash.xxh64_intdigest(what, index)

@@ -1,4 +1,4 @@
-"""Published traces: Mooncake, Azure, BurstGPT, Qwen-Bailian. Each is described where it is read."""
+"""Published traces: Mooncake, Azure, BurstGPT, Qwen-Bailian. Each reader describes its format."""
 
 from collections import OrderedDict
 from datetime import UTC, datetime
@@ -16,14 +16,15 @@ from sim.traces.reading import LineFormat, Parse, ReadOptions
 from sim.traces.turns import Turns
 
 _CONVERSATIONS_MAX: Final = 1_000_000
-"""Bailian: conversations whose first request is remembered."""
+"""Maximum number of Bailian conversations whose first request is stored."""
 
 
 class _MooncakeLine(Struct, gc=False):
-    """`timestamp` in ms; one id for every 512 tokens, the rest at the end has one too.
+    """A line with `timestamp` in ms and one id for every 512 tokens, also for the rest at the end.
 
-    kvcache-ai/Mooncake, FAST25-release/traces. Other tools write this format with other blocks, and
-    without times or ids: `delay` (ms, after the previous answer of `session_id`) is AIPerf's.
+    Source: kvcache-ai/Mooncake, FAST25-release/traces. Other tools write this format with other
+    block sizes, and without times or ids. AIPerf adds `delay` (ms, after the previous answer of
+    `session_id`).
     """
 
     input_length: Tokens
@@ -75,9 +76,9 @@ def _mooncake(first: bytes, options: ReadOptions) -> Parse:
 
 
 class _BailianLine(Struct, gc=False):
-    """`timestamp` in s; one id for every 16 tokens, each block hashed without its predecessors.
+    """A line with `timestamp` in s and one id for every 16 tokens; ids are not chained.
 
-    alibaba-edu/qwen-bailian-usagetraces-anon. `parent_chat_id` is -1 for the first turn.
+    Source: alibaba-edu/qwen-bailian-usagetraces-anon. `parent_chat_id` is -1 for the first turn.
     """
 
     chat_id: int
@@ -118,13 +119,14 @@ def _bailian(first: bytes, options: ReadOptions) -> Parse:
 
 
 _EPOCH: Final = datetime(2023, 1, 1, tzinfo=UTC)
-"""Near the data, so that a float keeps the microseconds."""
+"""Origin of times, near the data, so that a float keeps the microseconds."""
 
 
 def _azure(header: bytes, options: ReadOptions) -> Parse:
-    """`TIMESTAMP` with up to seven decimals, lengths; nothing says what prompts share.
+    """Return the parser of Azure's CSV: `TIMESTAMP` with up to seven decimals, and lengths.
 
-    Azure/AzurePublicDataset, 2023 and 2024.
+    The format has no information about shared prompts. Source: Azure/AzurePublicDataset, 2023 and
+    2024.
     """
     columns = Table(header, ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
 
@@ -141,9 +143,10 @@ def _azure(header: bytes, options: ReadOptions) -> Parse:
 
 
 def _burstgpt(header: bytes, options: ReadOptions) -> Parse:
-    """`Timestamp` in s, lengths, in later versions a session; an answer of 0 tokens failed.
+    """Return the parser of BurstGPT: `Timestamp` in s, lengths, and in later versions a session.
 
-    HPMLL/BurstGPT. A request that failed is no arrival: there was nothing to serve.
+    A request with an answer of 0 tokens failed and is skipped, because there was nothing to serve.
+    Source: HPMLL/BurstGPT.
     """
     columns = Table(header, ("Timestamp", "Model", "Request tokens", "Response tokens"))
 

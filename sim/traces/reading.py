@@ -1,8 +1,8 @@
-"""A trace file to arrivals in order of time, one at a time: no file is held as a whole.
+"""Reading of a trace file as arrivals in order of time, one at a time, without loading the file.
 
-Formats are told apart by the first line that any of them knows, never by the name of the file.
-`containers` makes lines of what a trace is stored in. A line that is malformed is named; it stops the
-reading, or is counted.
+The first line that any format recognises determines the format; the file's name does not.
+`containers` turns the stored form into lines. A malformed line is reported with its number; it
+stops the reading or is counted.
 """
 
 import contextlib
@@ -25,49 +25,53 @@ from sim.traces.kept import KeptTraces, NotKept
 from sim.traces.workloads import Generated
 
 PROBLEMS_MAX: Final = 10
-"""Bad lines that are remembered; all are counted."""
+"""Maximum number of bad lines that are stored; all are counted."""
 BEGINNING_LINES_MAX: Final = 10
-"""Lines that may be bad before the one that tells the format."""
+"""Maximum number of lines before and including the one that determines the format."""
 _DOCUMENT_BYTES_MAX: Final = 16 * 1024 * 1024
 _KEPT_FROM_BYTES: Final = 16 * 1024 * 1024
-"""A file of lines so large takes about a second to read."""
+"""File size from which a trace is cached; reading one of this size takes about a second."""
 _KEPT_FROM_PACKED_BYTES: Final = 2 * 1024 * 1024
 
 
 class ReadOptions(Struct, frozen=True, kw_only=True):
-    """How a trace is to be read."""
+    """Options for reading a trace."""
 
     format: str = ""
-    """Name of a format; "": found by content."""
+    """Name of a format, or "" to detect it by content."""
     block_tokens: int | None = None
-    """Tokens in a block where the format does not say; None: what is usual for the format."""
+    """Tokens in a block if the format does not say; None for the usual size of the format."""
     skip_bad: bool = False
     """Count malformed lines instead of stopping at the first."""
     reorder_max: int = 10_000
-    """Lines by which an arrival may be out of order."""
+    """Number of lines by which an arrival may be out of order."""
     rate_per_s: float | None = None
-    """Arrivals a second where the trace has no times; None: nothing was said, and it is 1."""
+    """Arrivals a second if the trace has no times; None if not given, which means 1."""
     columns: tuple[tuple[str, str], ...] = ()
-    """(what, name): the column `name` of the trace holds `what`, a name of `columns.ROLES`."""
+    """Pairs (what, name): the column `name` of the trace contains `what`, a key of `columns.ROLES`.
+    """
     time_unit: str = ""
-    """Unit of the times, a key of `moments.UNITS_S`; "": the unit of the format or of the column."""
+    """Unit of the times, a key of `moments.UNITS_S`, or "" for the unit of the format or the
+    column.
+    """
     tokenizer: str = ""
-    """`tokenizer.json`, or its folder, that counts the tokens of texts; "": bytes are counted."""
+    """`tokenizer.json`, or its folder, that counts the tokens of texts; "" counts bytes instead."""
     seed: int = 1
-    """For formats that describe a workload instead of listing requests."""
+    """Seed of formats that describe a workload instead of listing requests."""
     kept_in: str = ""
-    """Folder in which big traces are kept as they were read; "": they are read each time."""
+    """Folder in which big traces are cached in parsed form, or "" to read them each time."""
 
     def at_rate_s(self, arrivals: int) -> Seconds:
-        """When a request arrives after `arrivals` others in a trace without times."""
+        """Return the arrival time of the request after `arrivals` others in a trace without times."""
         return arrivals / (self.rate_per_s or 1.0)
 
 
 Parse: TypeAlias = Callable[[int, bytes], Arrival | None]
-"""(index, line) -> arrival, its time on any clock; None if the line is no request. May raise what
-`MALFORMED` holds."""
+"""Function (index, line) -> arrival, with its time on any clock, or None if the line is not a
+request. It may raise the exceptions in `MALFORMED`.
+"""
 MALFORMED: Final = (FieldError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What is raised for a line or a document that is not as expected."""
+"""Exceptions that a malformed line or document raises."""
 
 
 class LineFormat(Struct, frozen=True, kw_only=True):
@@ -75,20 +79,22 @@ class LineFormat(Struct, frozen=True, kw_only=True):
 
     name: str
     says: str
-    """What it is, for the help."""
+    """Description for the help text."""
     recognises: Callable[[bytes], bool]
-    """By one line, its first 64 KiB."""
+    """Recognises one line by its first 64 KiB."""
     parser: Callable[[bytes, ReadOptions], Parse]
-    """(first line, options) -> the parser of the others; may raise what a parser raises."""
+    """Function (first line, options) -> parser of the other lines; may raise what a parser raises.
+    """
     has_header: bool = False
-    """The first line is no request; it is looked for among the first few."""
+    """The first line is a header; it is searched among the first few lines."""
     token_estimate: str = ""
-    """How tokens are estimated, a sentence, where lines have text; "": they have counts."""
+    """Sentence about the estimate of tokens, for formats with text; "" if lines have counts."""
     generated: Callable[[bytes], Generated | None] | None = None
-    """First line -> what its requests were drawn from; may raise what a parser raises. None: lines
-    of this format are always recorded."""
+    """Function first line -> what its requests were drawn from; may raise what a parser raises.
+    None if lines of this format are always recorded.
+    """
     takes: frozenset[str] = frozenset()
-    """Which of the options `columns`, `time_unit` and `tokenizer` change how it is read."""
+    """Subset of the options `columns`, `time_unit` and `tokenizer` that the format uses."""
 
 
 class DocumentFormat(Struct, frozen=True, kw_only=True):
@@ -97,19 +103,19 @@ class DocumentFormat(Struct, frozen=True, kw_only=True):
     name: str
     says: str
     recognises: Callable[[bytes], bool]
-    """By its first 64 KiB."""
+    """Recognises a document by its first 64 KiB."""
     generated: Callable[[bytes], Generated]
-    """Document -> what it describes; may raise what a parser raises."""
+    """Function document -> what it describes; may raise what a parser raises."""
 
 
 Format: TypeAlias = LineFormat | DocumentFormat
 
 
 class Trace:
-    """A file that can be iterated again and again; counters tell of the latest iteration."""
+    """A trace file that can be iterated repeatedly; its counters describe the latest iteration."""
 
     def __init__(self, path: Path, trace_format: Format, options: ReadOptions) -> None:
-        """Use `open_trace`."""
+        """Create a trace; callers use `open_trace`."""
         self.path = path
         self.format = trace_format
         self.options = options
@@ -119,12 +125,12 @@ class Trace:
         self._read = 0
         """Lines that could have been requests."""
         self._unread: set[int] = set()
-        """Indices of bad lines: nobody can wait for their answers."""
+        """Indices of bad lines; no request can wait for their answers."""
 
     def __iter__(self) -> Iterator[Arrival]:
-        """Arrivals in order of time, the first at 0.
+        """Yield arrivals in order of time, the first at 0.
 
-        Raises `TraceError` at a malformed line, unless those are skipped, and `OSError`.
+        Raises `OSError`, and `TraceError` at a malformed line unless those are skipped.
         """
         self.bad_lines = 0
         self.problems = []
@@ -134,14 +140,16 @@ class Trace:
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is read from where it is kept, and put there by an iteration to the end."""
+        """True if the trace is read from the cache on disk, to which a complete iteration writes
+        it.
+        """
         if not self.options.kept_in or isinstance(self.format, DocumentFormat):
             return False
         from_bytes = _KEPT_FROM_PACKED_BYTES if is_packed(self.path) else _KEPT_FROM_BYTES
         return self.path.stat().st_size >= from_bytes
 
     def keep(self) -> None:
-        """Read all of a big trace once, unless it is kept already: for others that will read it."""
+        """Read all of a big trace once for later readers, unless it is cached already."""
         if self.is_kept:
             with contextlib.suppress(NotKept):
                 kept, name = self._place()
@@ -151,7 +159,7 @@ class Trace:
                 pass
 
     def without_requests(self) -> TraceError:
-        """Why an iteration to the end gave none: the first of the lines that were skipped, if any."""
+        """Return why a complete iteration gave no request: the first skipped line, if any."""
         if self.problems:
             return self.problems[0]
         if isinstance(self.format, LineFormat) and not self._read:
@@ -159,16 +167,20 @@ class Trace:
         return TraceError(str(self.path), 0, "", "Expected at least one request")
 
     def requests_expected(self) -> int:
-        """How many requests an iteration will give: exact for a document, which is read for it.
+        """Return how many requests an iteration will give; exact for a document, which is read for
+        it.
 
-        Else all lines but the header, whether blank, bad or failed. Raises `TraceError`, `OSError`.
+        For other formats it is the number of lines without the header, including blank and bad
+        ones. Raises `TraceError` and `OSError`.
         """
         if isinstance(self.format, DocumentFormat):
             return sum(1 for _ in self._arrivals())
         return max(0, lines_in(self.path) - self.format.has_header)
 
     def generated(self) -> Generated | None:
-        """What the requests are drawn from; None: they were recorded. Raises as iterating does."""
+        """Return what the requests are drawn from, or None if they were recorded. Raises what
+        iterating raises.
+        """
         try:
             if isinstance(self.format, DocumentFormat):
                 with opened(self.path) as file:
@@ -181,7 +193,7 @@ class Trace:
             raise self._named(0, problem) from None
 
     def as_written(self) -> Iterator[Arrival]:
-        """The requests in the order of the file, at the times of the file; bad lines are left out.
+        """Yield the requests in the order and at the times of the file, without bad lines.
 
         The counters do not change. Raises `TraceError` and `OSError`.
         """
@@ -189,15 +201,17 @@ class Trace:
         return (one for _, one in Trace(self.path, self.format, options)._arrivals())
 
     def drawn_by_seed(self) -> bool:
-        """Whether the seed of the options decides what an iteration gives.
+        """Return whether the seed of the options decides what an iteration gives.
 
-        Not where requests are listed, nor where the file names its own. Raises as iterating does.
+        It does not if requests are listed or the file defines a seed. Raises what iterating raises.
         """
         generated = self.generated() if isinstance(self.format, DocumentFormat) else None
         return generated is not None and generated.seed is None
 
     def _place(self) -> tuple[KeptTraces, str]:
-        """Where it is kept. Raises `NotKept` if it cannot be."""
+        """Return the cache and the name of this trace's entry. Raises `NotKept` if it cannot be
+        cached.
+        """
         options = self.options
         how = (
             self.format.name, options.block_tokens, options.skip_bad, options.reorder_max,
@@ -207,7 +221,7 @@ class Trace:
         return kept, kept.name_of(self.path, how)
 
     def _kept(self) -> Iterator[Arrival]:
-        """From where it is kept as far as that goes, the rest from the file."""
+        """Yield from the cached entry as far as it is intact, and the rest from the file."""
         before = _stamp(self.path)
         try:
             kept, name = self._place()
@@ -222,14 +236,14 @@ class Trace:
             return
 
         def as_named() -> bool:
-            """What bad lines there were is not kept, nor what was written since it got its name."""
+            """Return False if there were bad lines or the file changed after its entry was named."""
             return not self.bad_lines and _stamp(self.path) == before
 
         arrivals = kept.keeping(name, from_zero(self._in_order()), as_named)
         yield from islice(arrivals, given, None)
 
     def _in_order(self) -> Iterator[Arrival]:
-        """Sorted by time over a window of `reorder_max` arrivals."""
+        """Yield arrivals sorted by time over a window of `reorder_max` arrivals."""
         window: list[tuple[Seconds, int, Arrival]] = []
         latest_s = -math.inf
         for line, arrival in self._arrivals():
@@ -248,7 +262,7 @@ class Trace:
             yield heapq.heappop(window)[2]
 
     def _arrivals(self) -> Iterator[tuple[int, Arrival]]:
-        """(line, arrival) in the order of the file."""
+        """Yield (line, arrival) in the order of the file."""
         with opened(self.path) as file:
             try:
                 if isinstance(self.format, DocumentFormat):
@@ -310,7 +324,7 @@ class Trace:
 
 
 def from_zero(arrivals: Iterator[Arrival]) -> Iterator[Arrival]:
-    """The same, the first at 0."""
+    """Yield the same arrivals, shifted so that the first is at 0."""
     origin_s: float | None = None
     for arrival in arrivals:
         if origin_s is None:
@@ -320,7 +334,7 @@ def from_zero(arrivals: Iterator[Arrival]) -> Iterator[Arrival]:
 
 
 def content_hash(path: Path) -> str:
-    """SHA-256 of the bytes of a trace; of a folder of captured files, of their lines in order.
+    """Return the SHA-256 of a trace's bytes, or of the ordered lines of a folder of captures.
 
     Raises `TraceError` and `OSError`.
     """
@@ -332,31 +346,31 @@ def content_hash(path: Path) -> str:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Changes when the file does."""
+    """Return a value that changes when the file does."""
     told = path.stat()
     return told.st_ino, told.st_size, told.st_mtime_ns
 
 
 def empty(path: Path) -> TraceError:
-    """What is said of a file in which nothing is written, or no more than a header."""
+    """Return the error for a file without content or with nothing but a header."""
     return TraceError(str(path), 0, "", "The trace is empty, expected at least one request")
 
 
 def head(path: Path) -> bytes:
-    """The first 64 KiB, unpacked."""
+    """Return the first 64 KiB, unpacked."""
     with opened(path) as file:
         return file.read(HEAD_BYTES)
 
 
 def first_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number, line) of the first ten lines that are not blank, at most 64 KiB of each."""
+    """Yield (number, line) of the first ten lines that are not blank, at most 64 KiB of each."""
     with opened(path) as file:
         for number, line in islice(_numbered(file, str(path)), BEGINNING_LINES_MAX):
             yield number, line[:HEAD_BYTES]
 
 
 def _numbered(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line) of the lines that are not blank."""
+    """Yield (number from 1, line) of the lines that are not blank."""
     number = 0
     while line := file.readline(LINE_BYTES_MAX):
         number += 1

@@ -1,4 +1,4 @@
-"""This module has the flags that say how to read a trace; all commands that read one share them."""
+"""Flags for reading a trace, which all commands that read one share."""
 
 import argparse
 from typing import Final
@@ -17,20 +17,24 @@ def add_reading_flags(parser: argparse.ArgumentParser, *format_flags: str) -> No
     add = parser.add_argument_group("Reading the trace").add_argument
     names = [known.name for known in FORMATS]
     add(*format_flags, dest="trace_format", default="", choices=["", *names], metavar="NAME",
-        help=f"format of the trace, else found by content: {', '.join(names)}")  # fmt: skip
+        help=f"format of the trace (default: detected by content): {', '.join(names)}")  # fmt: skip
     add("--columns", type=_columns, action="append", default=[], metavar="WHAT=NAME,…",
-        help=f"the columns of the trace that hold {', '.join(ROLES)}, where their names do not "
-        "say so")  # fmt: skip
+        help="columns of the trace whose names do not show their content; WHAT is one of "
+        f"{', '.join(ROLES)}")  # fmt: skip
     add("--time-unit", choices=tuple(UNITS_S), default="",
         help="unit of the times in the trace (default: that of the format or of the column)")  # fmt: skip
     add("--rate-per-s", type=_rate, metavar="R",
-        help="arrivals a second, where the trace has no times (default: 1)")  # fmt: skip
+        help="arrivals a second if the trace has no times (default: 1)")  # fmt: skip
     add("--block-tokens", type=_block_tokens, metavar="N",
-        help="tokens in a block, where the trace does not say")  # fmt: skip
+        help="tokens in a block if the trace does not say (default: usual size of the format)")  # fmt: skip
     add("--tokenizer", default="", metavar="PATH",
         help="a tokenizer.json, or its folder, that counts the tokens of prompts given as text "
         "(default: one token for every 4 bytes)")  # fmt: skip
-    add("--skip-bad", action="store_true", help="count malformed lines instead of stopping")
+    add(
+        "--skip-bad",
+        action="store_true",
+        help="count malformed lines instead of stopping at the first",
+    )
 
 
 def read_options(options: argparse.Namespace, seed: int = 1, kept_in: str = "") -> ReadOptions:

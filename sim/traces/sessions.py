@@ -1,7 +1,7 @@
-"""Sessions of turns, merged into one trace in order of time; only those under way are held.
+"""Sessions of turns, merged into one trace in order of time; only active sessions are in memory.
 
-A turn waits for the answer before it, then for its think time. A session may branch: its children
-begin when the answer to the turn that starts them is there.
+A turn waits for the previous answer and then for its think time. A session may branch: its children
+begin when the answer to the turn that starts them is complete.
 """
 
 import heapq
@@ -17,27 +17,27 @@ class Turn(Struct, frozen=True):
     """One request of a session."""
 
     parts: tuple[tuple[int, int], ...]
-    """(id, tokens) of the stretches of the prompt, all of them shareable; at least one token."""
+    """Stretches of the prompt as (id, tokens), all shareable; at least one token in total."""
     output_tokens: int
     answer: int | None = None
     think_s: Seconds = 0.0
     adapter: str = ""
     session: str = ""
     number: int = 0
-    """Place in its session, from 0."""
+    """Position in its session, from 0."""
     children: tuple["Session", ...] = ()
 
 
 class Session(Struct, kw_only=True):
-    """Turns one after another."""
+    """A session of turns, one after another."""
 
     turns: Iterator[Turn]
     start_s: Seconds = 0.0
-    """Of a child: after the answer that it waits for."""
+    """Start time. For a child, the time after the answer that it waits for."""
 
 
 class _Next(Struct):
-    """The next turn of a session, and what it waits for."""
+    """The next turn of a session, and the request that it waits for."""
 
     session: Session
     turn: Turn
@@ -48,7 +48,7 @@ class _Next(Struct):
 def arrival_of(
     turn: Turn, *, index: int, time_s: Seconds, after: int | None, think_s: Seconds = 0.0
 ) -> Arrival:
-    """A turn that has found its place."""
+    """Return the arrival of a turn at a known position and time."""
     return Arrival(
         index=index,
         time_s=time_s,
@@ -66,7 +66,7 @@ def arrival_of(
 
 
 def merge(sessions: Iterable[Session], requests_max: int | None = None) -> Iterator[Arrival]:
-    """Arrivals of `sessions`, which come in order of `start_s`; at most `requests_max`.
+    """Merge `sessions`, which are ordered by `start_s`, into at most `requests_max` arrivals.
 
     Times are those that the requests would have if answers took no time.
     """

@@ -1,4 +1,4 @@
-"""The workloads that published comparisons use, and those that keep a comparison honest."""
+"""The workloads of published comparisons, and further ones that test weaknesses."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -30,7 +30,7 @@ def _poisson(rate_per_s: float, duration_s: float = 300.0) -> OpenLoad:
 
 
 def _ladder(*steps: tuple[float, float], gap_s: float = 0.0) -> OpenLoad:
-    """Steps of (requests a second, seconds)."""
+    """Return stages from steps of (requests a second, seconds)."""
     stages = (Stage(rate_per_s=rate, duration_s=duration) for rate, duration in steps)
     return OpenLoad(stages=tuple(stages), gap_s=gap_s)
 
@@ -60,7 +60,7 @@ def _lognormal(mean: float, std_dev: float, lowest: float, highest: float) -> Sp
 
 
 def _lanes(*steps: tuple[int, int]) -> ClosedLoad:
-    """Steps of (requests at a time, requests)."""
+    """Return stages from steps of (concurrent requests, requests)."""
     stages = (Concurrency(lanes=lanes, requests=requests) for lanes, requests in steps)
     return ClosedLoad(stages=tuple(stages))
 
@@ -252,7 +252,7 @@ STANDARD: Final[Mapping[str, Workload]] = MappingProxyType(
         ),
     }
 )
-"""Name -> workload. Those without a source are ours."""
+"""Workloads by name. Those without a source are Homing's own."""
 
 _FOREVER_S: Final = 1e9
 _DURATION_S_DEFAULT: Final = 300.0
@@ -260,24 +260,28 @@ _Above0 = Annotated[float, Meta(gt=0, le=1e9)]
 
 
 class Drawing(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What `sim trace generate` was asked for; its captures say it, so that it can be drawn anew."""
+    """Arguments of `sim trace generate`; its captures contain them, so that they can be drawn
+    again.
+    """
 
     kind: str
-    """A name among the `STANDARD`."""
+    """A name in `STANDARD`."""
     seed: int = 1
     requests: Annotated[int, Meta(ge=1)] | None = None
-    """At most; None: as many as the load has."""
+    """Maximum number of requests; None for as many as the load has."""
     rate_per_s: _Above0 | None = None
-    """Instead of the workload's own stages, for `duration_s`; None: its own."""
+    """Rate that replaces the workload's own stages for `duration_s`; None for its own stages."""
     duration_s: _Above0 | None = None
-    """None: 300 s, or until there are `requests`."""
+    """Duration of the rate; None for 300 s, or until there are `requests`."""
     burstiness: Annotated[float, Meta(ge=0, le=100)] | None = None
-    """Instead of the load's own; only of one that does not wait for answers."""
+    """Value that replaces the load's own; only for a load that does not wait for answers."""
     steady: bool = False
     """Sessions are under way at the start, and no request arrives after the end."""
 
     def generated(self) -> Generated:
-        """The workload. Raises `FieldError` if there is none of this kind, or not with such a load."""
+        """Return the workload. Raises `FieldError` if its kind is unknown or does not allow such a
+        load.
+        """
         workload = STANDARD.get(self.kind)
         if workload is None:
             raise FieldError("workload.kind", f"Expected a standard workload, got {self.kind!r}")
@@ -287,7 +291,9 @@ class Drawing(Struct, frozen=True, kw_only=True, omit_defaults=True):
             load = OpenLoad(stages=(Stage(rate_per_s=self.rate_per_s, duration_s=duration_s),))
         if self.burstiness is not None:
             if not isinstance(load, OpenLoad):
-                raise FieldError("workload.burstiness", "Expected a load that waits for no answers")
+                raise FieldError(
+                    "workload.burstiness", "Expected a load that does not wait for answers"
+                )
             load = replace(load, burstiness=self.burstiness)
         workload = replace(workload, load=load)
         if self.steady and (problem := cannot_be_steady(workload)):

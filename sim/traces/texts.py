@@ -1,7 +1,7 @@
-"""This module makes OpenAI bodies of prompts given as text, and counts the tokens of texts.
+"""Conversion of text prompts to OpenAI bodies, and counting of tokens in texts.
 
-Tokens are counted by a local tokenizer if one is named; else there is one for every four bytes, as the
-picker counts them. A chat template is not applied: its few tokens a message are not counted.
+A local tokenizer counts tokens if one is named; otherwise every four bytes are a token, as in the
+picker. No chat template is applied, so its few tokens for each message are not counted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +19,10 @@ from sim.traces.prompts import COMPLETIONS_PATH, DEFAULT_MODEL
 
 CHAT_PATH: Final = "/v1/chat/completions"
 BLOCK_TOKENS: Final = 16
-"""This size divides the blocks of the picker and of most engines."""
+"""Block size that divides the blocks of the picker and of most engines."""
 _FILE: Final = "tokenizer.json"
 _ROLES: Final = {"human": "user", "user": "user", "system": "system"}
-"""ShareGPT's speakers map to OpenAI's roles; every other speaker is the assistant."""
+"""OpenAI's roles for ShareGPT's speakers; every other speaker is the assistant."""
 
 Tokenize = Callable[[str], Sequence[int]]
 
@@ -31,17 +31,17 @@ class TextPrompt(Struct, frozen=True):
     """A prompt that was found in a row."""
 
     path: str
-    """"" if it is a whole request, which is sent as it is."""
+    """Path of the API, or "" if the body is a whole request, which is sent unchanged."""
     body: Mapping[str, Any]
-    """An OpenAI request with it."""
+    """An OpenAI request with the prompt."""
     answer: str | None = None
-    """The recorded answer, where there is one."""
+    """The recorded answer, or None if there is none."""
 
 
 def tokenizer_at(place: str) -> Tokenize | None:
-    """Return a function from text to ids by the `tokenizer.json` at or in `place`; None for "".
+    """Return a function from text to ids by the `tokenizer.json` at or in `place`, or None for "".
 
-    Raises `TraceError` if it cannot be used, and `OSError`.
+    Raises `OSError`, and `TraceError` if it cannot be used.
     """
     if not place:
         return None
@@ -73,14 +73,16 @@ def blocks_of(ids: Sequence[int]) -> tuple[int, ...]:
 
 
 def tokens_in(text: str, tokenize: Tokenize | None) -> int:
-    """Count the tokens of an answer; the least is 1."""
+    """Return the number of tokens of an answer, at least 1."""
     if tokenize is not None:
         return max(1, len(tokenize(text)))
     return max(1, len(text.encode(errors="replace")) // BYTES_PER_TOKEN)
 
 
 def text_in(body: bytes) -> str:
-    """Join all text in the prompt of an OpenAI body, without a chat template; "" if it has none."""
+    """Return all text in the prompt of an OpenAI body, without a chat template, or "" if there is
+    none.
+    """
     request = msgspec.json.decode(body, type=dict[str, Any])
     parts: list[str] = []
     for name in ("system", "instructions", "prompt", "input", "messages"):
@@ -100,11 +102,12 @@ def _collect(value: Any, parts: list[str]) -> None:
 
 
 def prompt_in(row: Mapping[str, Any], name: str, model: str) -> TextPrompt | None:
-    """Read the prompt in the member `name` of `row`; None if a conversation has no question or answer.
+    """Return the prompt in the member `name` of `row`, or None for a conversation without question
+    or answer.
 
-    The member is a text, messages as OpenAI or ShareGPT write them, or a whole request. The prompt of a
-    ShareGPT conversation is its first question with what comes before it, as in the benchmarks of vLLM
-    and SGLang. Raises `FieldError`.
+    The member is a text, messages as OpenAI or ShareGPT write them, or a whole request. The prompt
+    of a ShareGPT conversation is its first question with everything before it, as in the benchmarks
+    of vLLM and SGLang. Raises `FieldError`.
     """
     value = row.get(name)
     model = model or DEFAULT_MODEL

@@ -1,7 +1,8 @@
-"""This module places the requests of traces that tell the times of only some of them.
+"""Arrival times for traces that state the times of only some requests.
 
-A turn of a session that has a delay waits for the answer before it and then for the delay. So does,
-without a delay, a turn that has no time. A trace without any times is sent at a constant rate.
+A turn of a session that has a delay waits for the previous answer and then for the delay. A turn
+without a time waits for the previous answer too. A trace without any times is sent at a constant
+rate.
 """
 
 from collections import OrderedDict
@@ -14,11 +15,11 @@ from sim.traces.arrival import FieldError
 from sim.traces.reading import ReadOptions
 
 SESSIONS_MAX: Final = 1_000_000
-"""The latest turns of this many sessions are remembered."""
+"""Maximum number of sessions whose latest turn is stored."""
 
 
 class Moment(Struct, frozen=True):
-    """A moment says when a request arrives; its members are those of `Arrival` with these names."""
+    """The arrival time of a request; its fields are those of `Arrival` with these names."""
 
     time_s: Seconds
     after: int | None = None
@@ -27,21 +28,23 @@ class Moment(Struct, frozen=True):
 
 
 class Turns:
-    """This class gives the moments of the requests of one trace, in the order of its lines."""
+    """The arrival times of the requests of one trace, in the order of its lines."""
 
     def __init__(self, options: ReadOptions, *, timed: bool) -> None:
-        """`timed`: the trace has times; a first turn without one is malformed then."""
+        """Create the object. `timed` is True if the trace has times; a first turn without one is
+        then malformed.
+        """
         self._options = options
         self._timed = timed
         self._begun = 0
-        """This many requests got their time by the rate."""
+        """Number of requests whose time followed from the rate."""
         self._latest: OrderedDict[str, tuple[int, Moment]] = OrderedDict()
-        """Each session maps to the index and the moment of its latest turn."""
+        """Index and time of the latest turn, by session."""
 
     def next(
         self, index: int, time_s: Seconds | None, session: str, delay_s: Seconds | None, field: str
     ) -> Moment:
-        """Return the moment of request `index` of `session`, which is "" for a request without one.
+        """Return the time of request `index` of `session`, which is "" for a request without one.
 
         `field` is the name of the time in the trace. Raises `FieldError` if the time is missing.
         """
@@ -50,7 +53,7 @@ class Turns:
             after, earlier = before
             earliest_s = earlier.time_s + (delay_s or 0.0)
             moment = Moment(
-                # Where both are told, the later of the two is the earliest moment.
+                # If both are known, the later of the two is the earliest time.
                 time_s=earliest_s if time_s is None else max(time_s, earliest_s),
                 after=after,
                 think_s=delay_s or 0.0,

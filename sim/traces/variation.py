@@ -1,23 +1,24 @@
-"""The same kind of traffic once more: drawn anew where it is generated, resampled where recorded.
+"""Further traffic of the same kind: new random draws of generated traffic, resamples of recorded.
 
-What a comparison shows on one trace it shows on that trace only. To say how far the next hour might
-differ, each repetition is given other traffic. A generated workload is drawn from another seed. Of
-a recorded one there is only this sample, from which blocks are drawn with replacement (Efron's
-bootstrap, in Kuensch's form for series: Annals of Statistics 17, 1989):
+A comparison on one trace is valid for that trace only. To estimate how far another hour may differ,
+each repetition gets other traffic. A generated workload is drawn from another seed. A recorded one
+is the only sample, so blocks of it are drawn with replacement (Efron's bootstrap in Kuensch's form
+for series: Annals of Statistics 17, 1989):
 
 - A block is all sessions that begin within `Blocks.block_s`, whole, so that neither bursts nor the
-  reuse inside a session are cut. What a session sends after the end of its block comes along.
-- As many blocks as there are are drawn and laid end to end. What then lies behind the end of the
-  trace is moved to its beginning (Politis and Romano's circle), as sessions that had begun before
-  the recording stand at the beginning of every recorded trace.
-- Where most blocks would be empty because sessions are longer than they (all lanes of a closed loop
-  begin at once, say), a block is one session, which stays at its time.
-- A block that is drawn twice is other people the second time: text that no other block has gets new
-  ids, sessions get new names. What blocks share, a system prompt say, they go on sharing.
+  reuse inside a session are cut. Requests of a session after the end of its block move with it.
+- As many blocks as the trace has are drawn and placed end to end. Requests after the end of the
+  trace move to its beginning (Politis and Romano's circle). Every recorded trace likewise begins
+  with sessions that had started before the recording.
+- If most blocks would be empty because sessions are longer than blocks, each block is one session,
+  which keeps its time. An example is a closed loop whose lanes all begin at once.
+- A block that is drawn twice stands for other users the second time: text that no other block has
+  gets new ids, and sessions get new names. Text that blocks share, such as a system prompt, stays
+  shared.
 
-Sessions are those that the trace names, joined with those whose answers they wait for. Where it
-names none, a prompt that begins with all full blocks of an earlier one, no more than `SESSION_GAP_S`
-before, continues its session.
+Sessions are those that the trace names, joined with those whose answers they wait for. If it names
+none, a prompt continues an earlier session if it begins with all full blocks of a prompt at most
+`SESSION_GAP_S` before it.
 """
 
 import math
@@ -36,32 +37,36 @@ from sim.traces.workloads import Generated
 
 BLOCK_S: Final[Seconds] = 120.0
 BLOCKS_MIN: Final = 20
-"""A short trace has shorter blocks: a handful could be drawn in too few ways."""
+"""Minimum number of blocks, so that a short trace has shorter blocks. A handful of blocks allows
+too few different draws.
+"""
 BLOCKS_MAX: Final = 200
-"""A trace of days has longer blocks instead of more."""
+"""Maximum number of blocks, so that a trace of days has longer blocks instead of more."""
 SESSION_GAP_S: Final[Seconds] = 900.0
 HELD_MAX: Final = 10_000_000
-"""Requests and blocks of a recorded trace that is to be resampled, which is held in memory: about
-110 bytes each at most, measured on Mooncake's conversation hour (12,031 and 288,500)."""
+"""Maximum number of requests and blocks of a recorded trace that is resampled in memory. Each takes
+about 110 bytes at most, measured on Mooncake's conversation hour (12,031 and 288,500).
+"""
 
 
 DRAWN_MAX: Final = 1_000_000
-"""Requests and blocks of generated stretches that are kept, all together: some 110 MB at most."""
+"""Maximum number of requests and blocks of stored generated stretches in total: about 110 MB."""
 _Key = tuple[Generated, int, int, int | None]
 
 
 class _Drawn:
-    """Late stretches of generated traffic, which many runs are of.
+    """Stored late stretches of generated traffic, which many runs use.
 
-    To draw all that comes before the evening of a day takes more than half as long as to serve the
-    evening. A stretch that is too much is drawn anew each time; else those that came first leave.
+    Drawing everything before the evening of a day takes more than half as long as serving the
+    evening. A stretch above the limit is drawn again each time; otherwise the oldest stretches are
+    removed.
     """
 
     def __init__(self) -> None:
         self._kept: dict[_Key, tuple[list[Arrival], int]] = {}
 
     def of(self, key: _Key, draw: Callable[[], Iterator[Arrival]]) -> Iterator[Arrival]:
-        """What `draw` gives, which follows from `key` alone."""
+        """Return the arrivals that `draw` yields; they depend on `key` alone."""
         if key in self._kept:
             return iter(self._kept[key][0])
         drawn, held, size = draw(), [], 0
@@ -80,11 +85,11 @@ _DRAWN: Final = _Drawn()
 
 
 class Blocks(Struct, frozen=True, kw_only=True):
-    """Into what a trace is cut."""
+    """The kind of blocks that a trace is cut into."""
 
     count: int
     block_s: Seconds
-    """0: each is one session."""
+    """Length of a block; 0 if each block is one session."""
 
     def __str__(self) -> str:
         return (
@@ -95,13 +100,13 @@ class Blocks(Struct, frozen=True, kw_only=True):
 
 
 class Variation(Struct, kw_only=True):
-    """The requests of one repetition, and how they came to be."""
+    """The requests of one repetition, and their origin."""
 
     arrivals: Iterator[Arrival]
     generated: bool = False
-    """They were drawn anew."""
+    """True for a new random draw of generated traffic."""
     blocks: Blocks | None = None
-    """Of which they were put together; None: they were not resampled."""
+    """The blocks that were resampled, or None if the requests are not a resample."""
 
 
 def varied(
@@ -112,11 +117,12 @@ def varied(
     requests_max: int | None,
     requests_from: int = 0,
 ) -> Variation:
-    """Repetition 0 is the trace as it is; every other is other traffic, decided by `seed`.
+    """Return the traffic of a repetition: 0 is the trace itself, and every other is decided by
+    `seed`.
 
-    Of either `requests_from` requests are left out at the beginning, and `requests_max` of those
-    that follow are taken; of a recorded trace these are then resampled. Raises as iterating over
-    the trace does, and `TraceError` if there are too many to hold.
+    The first `requests_from` requests are skipped, and `requests_max` of the following are taken;
+    those of a recorded trace are then resampled. Raises what iterating over the trace raises, and
+    `TraceError` if there are too many to hold.
     """
 
     def part(arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
@@ -146,14 +152,14 @@ def varied(
                 0,
                 "",
                 f"Expected at most {HELD_MAX:,} requests and blocks to resample; the first "
-                f"{len(given):,} requests have more, --requests takes fewer",
+                f"{len(given):,} requests have more; limit them with --requests",
             )
     blocks, arrivals = resampled(given, seed=seed)
     return Variation(arrivals=arrivals, blocks=blocks)
 
 
 def resampled(given: Sequence[Arrival], *, seed: int) -> tuple[Blocks, Iterator[Arrival]]:
-    """As many blocks of `given`, which is in order of time, as there are, drawn with replacement."""
+    """Draw as many blocks as `given` has, with replacement. `given` is in order of time."""
     blocks, members = _cut(given)
     random = Random(f"{seed}:resample")
     drawn = [random.randrange(blocks.count) for _ in range(blocks.count)]
@@ -161,12 +167,12 @@ def resampled(given: Sequence[Arrival], *, seed: int) -> tuple[Blocks, Iterator[
 
 
 def _cut(given: Sequence[Arrival]) -> tuple[Blocks, list[list[Arrival]]]:
-    """The blocks, and the requests of each in order."""
+    """Return the blocks, and the requests of each in order."""
     sessions: dict[int, list[Arrival]] = {}
     for arrival, session in zip(given, sessions_of(given).values(), strict=True):
         sessions.setdefault(session, []).append(arrival)
     begins_s = [requests[0].time_s for requests in sessions.values()]
-    # Not to the last request: what still goes on when nobody comes any more is no traffic.
+    # The span ends with the last session's start, because no new sessions arrive after it.
     span_s = max(begins_s, default=0.0)
     number = min(max(math.ceil(span_s / BLOCK_S), BLOCKS_MIN), BLOCKS_MAX)
     block_s = span_s / number
@@ -183,11 +189,13 @@ def _cut(given: Sequence[Arrival]) -> tuple[Blocks, list[list[Arrival]]]:
 
 
 def sessions_of(given: Iterable[Arrival]) -> dict[int, int]:
-    """Index of each request -> index of the first request of its session; `given` in order."""
+    """Return the index of the session's first request by index of each request; `given` is in
+    order.
+    """
     first: dict[int, int] = {}
     by_name: dict[str, int] = {}
     by_end: dict[int, tuple[int, Seconds]] = {}
-    """Last full block of a prompt -> the session that it may be continued by, and when it came."""
+    """Session that a prompt may continue, and its time, by last full block of the prompt."""
     for arrival in given:
         session = arrival.index
         if arrival.after is not None and arrival.after in first:
@@ -203,7 +211,7 @@ def sessions_of(given: Iterable[Arrival]) -> dict[int, int]:
 
 
 def _continued(arrival: Arrival, by_end: dict[int, tuple[int, Seconds]], otherwise: int) -> int:
-    """The session of the longest earlier prompt that this one begins with; it now ends here."""
+    """Return the session of the longest earlier prompt that this one begins with; it now ends here."""
     full = arrival.blocks[: sum(1 for _ in arrival.spans())]
     session = otherwise
     for end in reversed(full[:-1]):
@@ -219,7 +227,7 @@ def _continued(arrival: Arrival, by_end: dict[int, tuple[int, Seconds]], otherwi
 def _laid(
     members: Sequence[Sequence[Arrival]], drawn: Sequence[int], blocks: Blocks, *, end_s: Seconds
 ) -> Iterator[Arrival]:
-    """The blocks `drawn`, end to end, in order of time, numbered anew."""
+    """Yield the blocks `drawn` end to end, in order of time and with new indices."""
     owner = _owners(members)
     fresh = (number for number in count(1) if number not in owner)
     copies = [0] * blocks.count
@@ -240,14 +248,14 @@ def _laid(
     for number, (time_s, place, _, arrival) in enumerate(moved):
         after = None
         if arrival.after is not None:
-            # One that was moved to the beginning waits for nobody any more.
+            # A request that moved to the beginning no longer waits for an answer.
             after = indices.get((place, arrival.after))
             after = after if after is not None and after < number else None
         yield replace(arrival, index=number, time_s=time_s, after=after)
 
 
 def _owners(members: Sequence[Sequence[Arrival]]) -> dict[int, int]:
-    """Id of a text -> the only block that has it, or -1: several have."""
+    """Return the only block that has a text, by the text's id; -1 if several have it."""
     owner: dict[int, int] = {}
     for block, arrivals in enumerate(members):
         for arrival in arrivals:
@@ -267,7 +275,7 @@ def _as_copy(
     renamed: dict[int, int],
     fresh: Iterator[int],
 ) -> Arrival:
-    """The request as somebody else sends it. `renamed` is kept over all requests of one copy."""
+    """Return the request as another user sends it. `renamed` is shared by all requests of one copy."""
 
     def other(text: int) -> int:
         if owner[text] != block:
@@ -286,7 +294,7 @@ def _as_copy(
             (name, f"{value}~{copy}" if arrival.session and value == arrival.session else value)
             for name, value in arrival.headers
         ),
-        # The bytes of a raw request are still those of the first.
+        # The raw bytes are those of the first copy, so they are dropped.
         path="",
         body=b"",
     )

@@ -1,7 +1,7 @@
-"""Workloads that are described instead of recorded: who shares what, and when requests come.
+"""Workloads that are described instead of recorded: shared text and arrival times.
 
-Everything is drawn from one seed, each purpose from its own generator. Ids are counted up, so that
-prompts through bytes stay exact for 16 million stretches of text.
+Everything is drawn from one seed, with a separate generator for each purpose. Ids are counted up,
+so that prompts through bytes stay exact for 16 million stretches of text.
 """
 
 import math
@@ -26,16 +26,16 @@ class Stage(Struct, frozen=True, kw_only=True):
 
 
 class OpenLoad(Struct, frozen=True, kw_only=True):
-    """Requests come when they come, answered or not."""
+    """A load whose requests arrive at given times, answered or not."""
 
     stages: tuple[Stage, ...]
     gap_s: Seconds = 0.0
-    """Between two stages."""
+    """Time between two stages."""
     burstiness: float = 1.0
     """Coefficient of variation of the gaps between arrivals: 0 even, 1 Poisson, above 1 bursts."""
 
     def times(self, random: Random) -> Iterator[Seconds]:
-        """Moments of arrival, in order."""
+        """Yield the arrival times, in order."""
         begin = 0.0
         for stage in self.stages:
             end = begin + stage.duration_s
@@ -50,32 +50,36 @@ class OpenLoad(Struct, frozen=True, kw_only=True):
             return math.inf
         if not self.burstiness:
             return 1 / stage.rate_per_s
-        # A gamma with this shape has this coefficient of variation; 1 is the exponential.
+        # A gamma distribution with this shape has this coefficient of variation; 1 is the
+        # exponential.
         shape = 1 / self.burstiness**2
         return random.gammavariate(shape, 1 / (shape * stage.rate_per_s))
 
 
 class Concurrency(Struct, frozen=True, kw_only=True):
-    """So many requests of one stage, `lanes` of them at a time: each lane sends when answered."""
+    """One stage of a closed loop: `requests` in total, at most `lanes` at a time.
+
+    Each lane sends its next request when the last one is answered.
+    """
 
     lanes: int
     requests: int
 
 
 class ClosedLoad(Struct, frozen=True, kw_only=True):
-    """Stages of concurrency, one after another: a lane goes on when its last request is answered."""
+    """Stages of concurrency; a lane begins the next stage when its last request is answered."""
 
     stages: tuple[Concurrency, ...]
     gap_s: Seconds = 0.0
 
 
 class Adapters(Struct, frozen=True, kw_only=True):
-    """Which LoRA adapter a request names: (name, weight); none: the base model."""
+    """Weights of the LoRA adapters that requests name, as (name, weight); empty for the base model."""
 
     weights: tuple[tuple[str, float], ...] = ()
 
     def draws(self, random: Random) -> Iterator[str]:
-        """Without end."""
+        """Yield adapter names without end."""
         if not self.weights:
             yield from repeat("")
         names = [name for name, _ in self.weights]
@@ -85,9 +89,10 @@ class Adapters(Struct, frozen=True, kw_only=True):
 
 
 class SharedPrefix(Struct, frozen=True, kw_only=True):
-    """Groups that share a system prompt, each with a number of questions that come again and again.
+    """Groups that share a system prompt, each with a number of questions that are repeated.
 
-    With `multi_turn` each question is a user, whose prompts grow by question and answer in turn.
+    With `multi_turn` each question is a user, whose prompts grow by question and answer
+    alternately.
     """
 
     groups: int
@@ -97,13 +102,14 @@ class SharedPrefix(Struct, frozen=True, kw_only=True):
     output: Spread
     multi_turn: bool = False
     context_tokens_max: int = 225_000
-    """A conversation that would grow beyond this begins anew."""
+    """Maximum context; a conversation that would exceed it restarts."""
     skew: float | None = None
-    """Zipf exponent of the groups' popularity; None: all prompts in turn, in shuffled order."""
+    """Zipf exponent of the groups' popularity; None for all prompts round robin, in shuffled order.
+    """
 
 
 class Conversations(Struct, frozen=True, kw_only=True):
-    """Conversations below one system prompt, each with a context of its own, then turns."""
+    """Conversations with one system prompt, each with its own context and then turns."""
 
     conversations: int
     shared_tokens: int
@@ -116,10 +122,10 @@ class Conversations(Struct, frozen=True, kw_only=True):
 
 
 class AgentTree(Struct, frozen=True, kw_only=True):
-    """Tasks below one system prompt and one of several tool schemas; a planner starts agents.
+    """Tasks with one system prompt and one of several tool schemas; a planner starts agents.
 
-    The planner's first answer starts the agents side by side; each sees the planner's prompt and
-    answer, then its own branch, and takes turns with tools.
+    The planner's first answer starts the agents in parallel. The prompt of each agent has the
+    planner's prompt and answer, then its own branch, and it alternates with tools.
     """
 
     root_tokens: int = 2000
@@ -146,38 +152,38 @@ Content = SharedPrefix | Conversations | AgentTree | Lengths
 
 
 class Workload(Struct, frozen=True, kw_only=True):
-    """What is asked, and when."""
+    """The content of requests, and their arrival times."""
 
     content: Content
     load: OpenLoad | ClosedLoad
     adapters: Adapters = Adapters()
     source: str = ""
-    """Where the numbers are from."""
+    """Source of the parameters."""
 
 
 class Generated(Struct, frozen=True, kw_only=True):
-    """A workload that a file describes, and how much of it; every seed draws other requests."""
+    """A workload that a file describes, with its limits; every seed draws other requests."""
 
     workload: Workload
     seed: int | None = None
-    """The one that the file names; None: it names none."""
+    """Seed that the file defines, or None if it defines none."""
     requests_max: int | None = None
     steady: bool = False
-    """As `steady_arrivals` draws it."""
+    """The requests are drawn by `steady_arrivals`."""
 
     def arrivals(self, seed: int) -> Iterator[Arrival]:
-        """The requests that `seed` draws, in order of time."""
+        """Yield the requests that `seed` draws, in order of time."""
         drawn = steady_arrivals if self.steady else arrivals
         return drawn(self.workload, seed, self.requests_max)
 
 
 def arrivals(workload: Workload, seed: int, requests_max: int | None = None) -> Iterator[Arrival]:
-    """The requests of `workload` in order of time, one at a time."""
+    """Yield the requests of `workload` in order of time."""
     content, load = workload.content, workload.load
     source = _source(content, seed, workload.adapters)
     if isinstance(load, ClosedLoad):
         if isinstance(content, SharedPrefix) and content.multi_turn:
-            # One lane a user at most: nobody speaks twice at a time.
+            # A user sends one request at a time, so there are at most as many lanes as users.
             users = content.groups * content.prompts_per_group
             stages = (structs.replace(one, lanes=min(one.lanes, users)) for one in load.stages)
             load = structs.replace(load, stages=tuple(stages))
@@ -253,7 +259,7 @@ def _without_history(given: Iterator[Arrival], history_s: Seconds) -> Iterator[A
 
 
 _Source = Callable[[int, int], Iterator[Turn]]
-"""(lane, number of lanes) -> the turns of one more session for this lane."""
+"""Function (lane, number of lanes) -> the turns of one more session for this lane."""
 
 
 def _source(content: Content, seed: int, adapters: Adapters) -> _Source:
@@ -272,7 +278,7 @@ def _source(content: Content, seed: int, adapters: Adapters) -> _Source:
 
 
 def _lanes(load: ClosedLoad, source: _Source) -> Iterator[Session]:
-    """The lanes of the first stage; those of each other stage are children of the one before."""
+    """Yield the lanes of the first stage; those of later stages are children of the stage before."""
 
     def lane(stage: int, number: int) -> Iterator[Turn]:
         lanes, requests = load.stages[stage].lanes, load.stages[stage].requests
@@ -299,7 +305,7 @@ def _lanes(load: ClosedLoad, source: _Source) -> Iterator[Session]:
 
 
 def _endless(source: _Source, lane: int, lanes: int) -> Iterator[Turn]:
-    """One session after another, as long as there are any."""
+    """Yield the turns of one session after another, as long as there are any."""
     while True:
         turn = None
         for turn in source(lane, lanes):
@@ -309,7 +315,7 @@ def _endless(source: _Source, lane: int, lanes: int) -> Iterator[Turn]:
 
 
 def _rounds(source: _Source, users: int, times: Iterator[Seconds]) -> Iterator[Arrival]:
-    """Users speak in turn, each after its last answer and not before the load says so."""
+    """Yield the users' turns round robin, each after its previous answer and not before its time."""
     latest: dict[int, int] = {}
     for index, at in enumerate(times):
         user = index % users
@@ -329,7 +335,7 @@ def _nothing_shared(
 
 
 class _Prompt(Struct):
-    """A question of a group; with `multi_turn` also what was said before."""
+    """A question of a group; with `multi_turn` also the conversation before it."""
 
     name: str
     system: tuple[int, int]
@@ -404,7 +410,7 @@ def _shared_prefix(
 
 
 def _with_tokens(*parts: tuple[int, int]) -> tuple[tuple[int, int], ...]:
-    """Without the parts that are empty."""
+    """Return the parts that are not empty."""
     return tuple(part for part in parts if part[1])
 
 
@@ -413,7 +419,7 @@ def _conversations(
 ) -> _Source:
     shared = (next(ids), content.shared_tokens)
     texts: dict[tuple[int, int], int] = {}
-    """(conversation, turn) -> id, for conversations that come again; turn -1 is the context."""
+    """Id by (conversation, turn), for repeated conversations; turn -1 is the context."""
     numbers = count()
 
     def text(conversation: int, turn: int) -> int:
@@ -427,7 +433,7 @@ def _conversations(
     def source(lane: int, lanes: int) -> Iterator[Turn]:
         number = next(numbers)
         conversation = number % content.conversations if content.conversations else number
-        # Each time the same lengths, as the same text.
+        # A repeated conversation has the same lengths each time, because it is the same text.
         random = Random(f"{seed}:conversation:{conversation}")
         adapter = next(adapters)
         parts = _with_tokens(shared, (text(conversation, -1), round(content.own.draw(random))))
@@ -455,7 +461,7 @@ def _conversations(
 
 
 def _cut(parts: tuple[tuple[int, int], ...], tokens_max: int) -> tuple[tuple[int, int], ...]:
-    """The head of the prompt, at most `tokens_max` tokens and at least one."""
+    """Return the beginning of the prompt, at most `tokens_max` tokens and at least one."""
     kept: list[tuple[int, int]] = []
     left = max(1, tokens_max)
     for part, tokens in parts:

@@ -68,7 +68,7 @@ def test_make_runs_a_module_that_does_something():
     )  # fmt: skip
     assert done.stdout.startswith(f"usage: python {module} ")
     told = dict(demo._conditions(demo._parse([]), ()))
-    assert told["Again"] == f"python {module} --seed 1"
+    assert told["Repeat with"] == f"python {module} --seed 1"
 
 
 def test_the_figures_of_the_table_stand_under_each_other():
@@ -98,7 +98,7 @@ async def test_a_short_run_writes_both_arms(tmp_path):
         text = said.decode()
         assert process.returncode == 0, text
         first = " ".join(text.partition("Round")[0].split())
-        assert first.startswith("The same ")
+        assert first.startswith("The demo sends the same ")
         assert "seed 3." in first
         assert not marked(mark)
     assert sorted(path.name for path in (tmp_path / "demo").iterdir()) == [
@@ -195,4 +195,4 @@ async def test_a_request_that_no_pod_counted_is_an_error(capsys):
     outcome = RequestOutcome(conversation=0, turn=0, sent_at_s=0.0)
     result = demo_arm.ArmResult(outcomes=[outcome], requests_per_pod=[0])
     assert demo._verdict({demo_arm.HOMING: result}, 1, Console()) == 1
-    assert "the pods counted 0" in capsys.readouterr().out
+    assert "counted by the pods 0" in capsys.readouterr().out

@@ -116,7 +116,7 @@ def test_ctrl_c_leaves_what_was_done(trace, tmp_path, capsys):
     summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
     assert not summary["complete"]
     assert 0 < summary["requests"]["whole"] < 30
-    assert "Interrupted" in (tmp_path / "out" / "report.md").read_text()
+    assert "The run was interrupted" in (tmp_path / "out" / "report.md").read_text()
     assert "sim: interrupted" in capsys.readouterr().err
 
 
@@ -124,7 +124,7 @@ def test_ctrl_c_leaves_what_was_done(trace, tmp_path, capsys):
     ("given", "problem"),
     [
         (["--url", "ftp://x"], "expected http://HOST"),
-        (["--url", "http://user:word@x"], "expected no password in it"),
+        (["--url", "http://user:word@x"], "expected a URL without password"),
         (["--url", "http://x", "--model", "=a"], "expected NAME or TRACED=NAME"),
         (["--url", "http://x", "--header", "nothing"], "expected NAME:VALUE"),
         (
@@ -178,9 +178,7 @@ def test_a_model_that_is_not_served_stops_the_drive(trace, tmp_path, capsys):
         served.serve("llama", "qwen")
         assert drive(trace, served.url, *blocks, "--out", out) == 1
         said = capsys.readouterr().err
-        assert (
-            "serves no model 'trace', which the trace asks for. It serves 'llama', 'qwen'" in said
-        )
+        assert "does not serve the model 'trace' of the trace. It serves 'llama', 'qwen'" in said
         assert "--model NAME" in said
         assert not served.asked
         assert not out.exists()
@@ -213,10 +211,10 @@ async def _endless(request):
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (_not_json, "the answer is no list of models"),
-        (_another_shape, "the answer is no list of models"),
+        (_not_json, "the answer is not a list of models"),
+        (_another_shape, "the answer is not a list of models"),
         (_elsewhere, "the answer has status 307"),
-        (_endless, "the answer is no list of models"),
+        (_endless, "the answer is not a list of models"),
         (None, "the answer has status 404"),
     ],
 )
@@ -226,7 +224,7 @@ def test_a_gateway_that_tells_no_models_is_driven_with_one_warning(trace, capsys
         served.models = answer or served.models
         assert drive(trace, served.url, "--block-tokens", BLOCK_TOKENS) == 0
     said = capsys.readouterr().err
-    assert said.count("did not tell which models it serves") == 1
+    assert said.count("did not report which models it serves") == 1
     assert why in said
 
 

@@ -371,7 +371,7 @@ async def test_ports_beyond_the_last_are_one_sentence():
         (["--lora", "a", "--max-loras", "0"], "--lora needs --max-loras"),
         (["--engine", "nothing"], "No feature 'nothing' of engines"),
         (["--engine", "speculative:acceptance=0.4/0.7"], "none above the one before it"),
-        (["--engine", "whole-prompts", "--engine", "whole-prompts"], "told twice"),
+        (["--engine", "whole-prompts", "--engine", "whole-prompts"], "given twice"),
         (["--nonsense"], "unknown flag --nonsense"),
     ],
 )
@@ -391,7 +391,7 @@ async def test_ranks_that_share_experts_are_refused(tmp_path):
     async with sim_serve("--engine", "ranks:count=2", "--profile", str(file)) as process:
         _, stderr = await process.communicate()
         assert process.returncode == 2
-    assert "--engine ranks does not go with" in stderr.decode()
+    assert "--engine ranks does not work with" in stderr.decode()
 
 
 async def test_a_pod_that_speculates_gives_several_tokens_a_pass():

@@ -466,7 +466,7 @@ def test_decreasing_times_and_constant_tokens_are_told(trace_of):
 def test_a_trace_without_times_or_sharing_says_so(trace_of):
     """Unless a rate was told, or ids."""
     rows = [{"input_length": 600 + at, "output_length": 8 + at} for at in range(12)]
-    assert "no times, so that requests are sent at 1 a second: set --rate-per-s" in warned(
+    assert "no times, so requests are sent at 1 a second: set --rate-per-s" in warned(
         trace_of(rows)
     )
     assert "no times" not in warned(trace_of(rows, rate_per_s=3.0))

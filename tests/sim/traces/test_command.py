@@ -33,7 +33,7 @@ def test_inspect_calls_only_what_no_run_can_beat_a_bound(mooncake, capsys):
     """Placement by affinity is a rule of thumb, and a scheduler may do better."""
     assert run("inspect", mooncake) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "Only one cache with room for all is a bound" in text
+    assert "Only 'one cache' with unlimited room is an upper bound" in text
     assert "(affinity); a scheduler may do better" in text
 
 
@@ -42,7 +42,7 @@ def test_inspect_calls_estimates_by_their_name(mooncake, capsys):
     assert run("inspect", mooncake) == 0
     text = " ".join(capsys.readouterr().out.split())
     for told in (
-        "estimates for placements", "The others are estimates:", "GPU time (estimate)",
+        "estimates for placements", "The others are estimates of", "GPU time (estimate)",
         "What follows from these estimates, by rules of thumb: The working set fits",
     ):  # fmt: skip
         assert told in text

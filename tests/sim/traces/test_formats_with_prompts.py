@@ -271,7 +271,7 @@ data:
             "data.shared_prefix.num_groups: Expected a whole number of at most ",
         ),
         ("rate: 20", "rate: .inf", r"load.stages\[0\].rate: Expected a number of at most "),
-        ("max: 20, ", "", "data.shared_prefix.output_distribution.max: Expected an end"),
+        ("max: 20, ", "", "data.shared_prefix.output_distribution.max: Expected an upper end"),
         (
             "uniform, min: 10, max: 20, mean: 15",
             "lognormal, std_dev: 2, mean: 0",

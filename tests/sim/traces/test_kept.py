@@ -268,7 +268,7 @@ def test_a_folder_that_refuses_costs_a_sentence(tmp_path, source, capsys):
     trace = open_trace(source, ReadOptions(kept_in=str(blocked / "traces")))
     assert list(trace) == list(open_trace(source))
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"sim: the trace is not kept in {blocked / 'traces'}: ")
+    assert line.startswith(f"sim: the trace is not cached in {blocked / 'traces'}: ")
 
 
 def test_a_full_disk_costs_a_sentence(opened, source, folder, monkeypatch, capsys):

@@ -1,1 +1,3 @@
-"""A second shell round the same core: simulated pods, replayed traffic."""
+"""A simulator: a second shell round the same scheduler core, with simulated pods and replayed
+traffic.
+"""

@@ -1,4 +1,4 @@
-"""The command `sim`; what it is made of is in `sim/commands.py`."""
+"""Entry point of the command `sim`; `sim/commands.py` assembles its subcommands."""
 
 import sys
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ from sim.interrupts import INTERRUPTED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command of the simulator; the exit code."""
+    """Run one command of the simulator and return the exit code."""
     return until_reader_leaves(lambda: _main(arguments))
 
 
 def _main(arguments: Sequence[str] | None) -> int:
     try:
-        # Importing it takes a second, in which a Ctrl-C is no traceback either.
+        # The import takes a second, during which Ctrl-C must not print a traceback either.
         commands = import_module("sim.commands")
         code: int = commands.run(arguments)
     except ModuleNotFoundError as problem:

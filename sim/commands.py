@@ -1,6 +1,6 @@
-"""`sim`: flags to values, values to one command; the exit code is what the command returns.
+"""The command line `sim`: parse flags, then run the selected command and return its exit code.
 
-0 done, 1 it could not be done (one sentence on stderr), 2 the command line is wrong.
+Exit codes: 0 done, 1 failed (one sentence on stderr), 2 wrong command line.
 """
 
 import argparse
@@ -37,11 +37,12 @@ _MISSING: Final = "the following arguments are required: "
 _TOO_MANY: Final = "unrecognized arguments: "
 _SLO: Final = "--slo"
 _NO_VALUE: Final = "expected one argument"
-"""What argparse says of arguments that were not given, that nobody takes, and of a flag alone."""
+"""Parts of argparse's messages about missing arguments, unknown arguments and a flag without value.
+"""
 
 
 def run(arguments: Sequence[str] | None) -> int:
-    """Run one command of the simulator."""
+    """Run one command of the simulator and return its exit code."""
     parser: argparse.ArgumentParser = _Parser(
         prog="sim", description="Simulated vLLM pods for the endpoint picker.", allow_abbrev=False
     )
@@ -66,7 +67,7 @@ def run(arguments: Sequence[str] | None) -> int:
     try:
         code: int = options.run(options)
     except BrokenPipeError:
-        raise  # nobody reads the output any more: no problem of the command
+        raise  # the reader of the output has left, which is no problem of the command
     except (PolicyNameError, ClusterSettingsError, MeanTrafficError) as problem:
         return failed(str(problem), code=2)
     except (
@@ -78,25 +79,30 @@ def run(arguments: Sequence[str] | None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, and what a misspelt flag or command may have meant.
+    """A parser that reports an error in one sentence and suggests the flag or command that was
+    meant.
 
-    Commands are parsed by it too.
+    Subcommands use it too.
     """
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Refuses unknown flags where they stand; argparse first misses what they leave unsaid."""
+        """Reject unknown flags at their position; argparse would first report missing required
+        flags.
+        """
         arguments = list(sys.argv[1:] if args is None else args)
         for at, argument in enumerate(arguments):
             name, _, value = argument.partition("=")
             if argument == "--" or (self._subparsers and not argument.startswith("-")):
-                break  # what follows are no flags, or those of a command
+                break  # the rest are positional arguments, or the arguments of a subcommand
             if name.startswith("--") and name not in self._option_string_actions:
                 value = value or "".join(arguments[at + 1 : at + 2])
                 self.error(f"unknown flag {name}{self._meant_by(name, value)}")
         return super().parse_known_args(arguments, namespace)
 
     def _meant_by(self, name: str, value: str) -> str:
-        """Return which flag `name` may have meant, as the end of a sentence; "" if none is near."""
+        """Return which flag `name` may have meant, as the end of a sentence, or "" if none is
+        similar.
+        """
         slo = name.removeprefix("--").replace("_", "-")
         if _SLO in self._option_string_actions and slo in NAMES:
             limit = value if value[:1].isdigit() else "SHARE" if slo in SHARES else "SECONDS"
@@ -104,15 +110,15 @@ class _Parser(argparse.ArgumentParser):
         return nearest(name, self._option_string_actions)
 
     def error(self, message: str) -> NoReturn:
-        """Without the usage, a screen of flags under which the sentence would be looked for."""
+        """Print the error without the usage text, whose screen of flags would hide the sentence."""
         told = message.removeprefix("argument ").replace(_NO_VALUE, "expected a value, got none")
         if told.startswith(_TOO_MANY):
             told = f"expected nothing more, got {told.removeprefix(_TOO_MANY)}"
         elif told.startswith(_MISSING):
             missing = told.removeprefix(_MISSING).split(", ")
             told = (
-                f"{' and '.join(missing)} {'are' if missing[1:] else 'is'} missing, "
-                f"`{self.prog} --help` tells what it takes"
+                f"{' and '.join(missing)} {'are' if missing[1:] else 'is'} missing; "
+                f"see `{self.prog} --help`"
             )
         self.exit(2, f"{self.prog}: {told}\n")
 
@@ -121,7 +127,7 @@ class _Parser(argparse.ArgumentParser):
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError as error:
             if isinstance(error.__context__, argparse.ArgumentTypeError):
-                raise  # a sentence of ours
+                raise  # the message is already one of ours
             raise argparse.ArgumentError(action, _expected(action, arg_string)) from None
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -132,7 +138,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _expected(action: argparse.Action, value: Any) -> str:
-    """What a flag or an argument takes, and what it was given."""
+    """Return the sentence part "expected ..., got ..." for an argument with a wrong value."""
     choices = [choice for choice in map(str, action.choices or ()) if choice]
     numbers: dict[Any, str] = {int: "a whole number", float: "a number"}
     if choices:

@@ -1,4 +1,4 @@
-"""Ctrl-C: a command ends in order, and what is done by then can be read."""
+"""Handling of Ctrl-C: a command ends in order, and its results up to then are readable."""
 
 import contextlib
 import signal
@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 INTERRUPTED: Final = 130
-"""The exit code, as shells count Ctrl-C."""
+"""Exit code of a command that Ctrl-C ended: 128 + SIGINT, as in shells."""
 
 
 @contextlib.contextmanager
 def interrupts_call(stop: Callable[[], None]) -> Iterator[None]:
-    """Inside, Ctrl-C calls `stop` and raises nothing.
+    """Call `stop` on Ctrl-C inside the context, instead of raising KeyboardInterrupt.
 
-    Only the first one does, and none does anything from then on, afterwards neither: what is left
-    to do is to write what is done.
+    Only the first Ctrl-C calls it. Later ones are ignored, also after the context, because the
+    command then only writes its results.
     """
 
     def interrupt(*_: object) -> None:

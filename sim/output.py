@@ -1,4 +1,4 @@
-"""What `sim replay`, `compare`, `sweep`, `tune` and `size` leave behind: a folder, and a bar while they work."""
+"""Output folders and progress bars of `sim replay`, `compare`, `sweep`, `tune` and `size`."""
 
 import argparse
 import sys
@@ -20,33 +20,33 @@ _WRITTEN: Final = (
     *("summary.json", "report.md", "report.html", REQUESTS, DECISIONS),
     *(RUNS, TUNED, TUNED_CONFIG_MAP, BEST_SO_FAR, AUTOSCALING, TRAFFIC),
 )
-"""What the commands write; no command writes all of it."""
+"""Names of all files that commands write; no command writes all of them."""
 
 
 class Printer(Console):
-    """Writes to standard output. A reader that left is a `BrokenPipeError`, as with `print`."""
+    """A console on standard output that raises `BrokenPipeError` if the reader left, like `print`."""
 
     def on_broken_pipe(self) -> None:
-        raise  # noqa: PLE0704  it is called where that was caught
+        raise  # noqa: PLE0704  rich calls this in the handler of the error
 
 
 class OutputError(Exception):
-    """The output folder cannot be used: one sentence."""
+    """The output folder cannot be used; the text is one sentence."""
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """Where to write; `open_folder` takes them."""
+    """Add the flags that `open_folder` reads."""
     add = parser.add_argument_group("Output").add_argument
     add("--out", type=Path, metavar="DIR", help="write the results there; must be empty")
     add("--force", action="store_true", help="replace the results that are in DIR already")
 
 
 def open_folder(options: argparse.Namespace, *, goes_on: str = "") -> Path | None:
-    """An empty folder for results, made if need be; None: none is wanted.
+    """Return an empty folder for results, created if needed, or None if `--out` is not given.
 
-    `--force` takes a non-empty one too, and removes what earlier runs have written there: nothing
-    of two runs stands side by side. A command that can go on where it was stopped takes one with the
-    file `goes_on` too. Raises `OutputError` and `OSError`.
+    `--force` also accepts a folder that is not empty, and removes the results of earlier runs from
+    it. A command that can resume names its journal in `goes_on`, and then accepts a folder with
+    this file. Raises `OutputError` and `OSError`.
     """
     path: Path | None = options.out
     if path is None:
@@ -63,14 +63,14 @@ def open_folder(options: argparse.Namespace, *, goes_on: str = "") -> Path | Non
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file in one go: whoever opens it finds all of the old or all of the new."""
+    """Replace a file atomically: a reader finds either all of the old content or all of the new."""
     beside = path.with_name(f".{path.name}")
     beside.write_bytes(content)
     beside.replace(path)
 
 
 def progress_bar(title: str) -> Progress:
-    """On a terminal; silent elsewhere."""
+    """Return a progress bar that is shown only on a terminal."""
     return Progress(
         TextColumn(title),
         BarColumn(),

@@ -1,17 +1,19 @@
-"""What went wrong, in a sentence."""
+"""Error messages of commands: one sentence for each problem."""
 
 import sys
 
 
 def sentence_of(problem: Exception) -> str:
-    """As it is told to people: an `OSError` without its number, the file first."""
+    """Return the problem as a sentence; an `OSError` starts with the file and has no error number."""
     if isinstance(problem, OSError) and problem.filename is not None:
         return f"{problem.filename}: {problem.strerror}"
     return str(problem)
 
 
 def unread(file: object, problem: Exception, what: str) -> str:
-    """Why `file`, which should hold `what`, cannot be read; an `OSError` names it itself."""
+    """Return why `file`, which should contain `what`, cannot be read. An `OSError` already names
+    the file.
+    """
     if isinstance(problem, OSError):
         return sentence_of(problem)
     if isinstance(problem, UnicodeDecodeError):
@@ -21,11 +23,11 @@ def unread(file: object, problem: Exception, what: str) -> str:
 
 
 def warned(sentence: str) -> None:
-    """Tell on stderr what a command goes on in spite of."""
+    """Print a warning to stderr; the command continues."""
     sys.stderr.write(f"sim: warning: {sentence}\n")
 
 
 def failed(sentence: str, *, code: int) -> int:
-    """Tell what ends a command on stderr; `code` is the one that it exits with."""
+    """Print the error that ends a command to stderr and return `code`, its exit code."""
     sys.stderr.write(f"sim: {sentence}\n")
     return code

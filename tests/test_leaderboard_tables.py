@@ -70,10 +70,10 @@ def test_a_board_that_was_written_is_read_whole(summary, tmp_path):
     board = board_in(tmp_path / written(tmp_path / "board", summary))
     assert board == Board.of(summary)
     assert [part.title for part in board.ranking] == [
-        "All in all, without LoRA: times the best",
-        "All in all, without LoRA: level with the best",
-        "All in all, with LoRA: times the best",
-        "All in all, with LoRA: level with the best",
+        "All cases without LoRA: ratio to the best",
+        "All cases without LoRA: level with the best",
+        "All cases with LoRA: ratio to the best",
+        "All cases with LoRA: level with the best",
     ]
     assert board.strategies.rows[1][:3] == ["homing", "An idea.", "half of it"]
 
@@ -96,8 +96,8 @@ def test_one_command_puts_both_boards_on_the_pages(summary, results, tmp_path):
         "<!-- begin board-behind -->\n<!-- end board-behind -->\n"
     )
     assert "2,000 requests each" in page
-    assert "### All in all, without LoRA: times the best\n" in page
-    assert "In none of the 2 cases" in page
+    assert "### All cases without LoRA: ratio to the best\n" in page
+    assert "There is none among the 2 cases" in page
 
 
 def test_the_readme_shows_the_ranking_without_adapters(summary, results, tmp_path):

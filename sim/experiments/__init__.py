@@ -1,1 +1,1 @@
-"""Runs, comparisons and sweeps: the commands that replay traces."""
+"""Commands that replay traces: single runs, comparisons, sweeps, tuning and sizing."""

@@ -1,4 +1,4 @@
-"""`sim replay CAPTURE --check-decisions`: what a live picker decided, decided again and compared."""
+"""The command `sim replay CAPTURE --check-decisions`: repeat a live picker's decisions and compare."""
 
 import argparse
 from pathlib import Path
@@ -14,7 +14,10 @@ from sim.traces.arrival import TraceError
 
 
 def check_decisions(options: argparse.Namespace) -> int:
-    """0: done, whatever the differences. Raises what is told by `sim`."""
+    """Run the command and return 0, whatever the differences.
+
+    Raises errors that `sim` prints.
+    """
     capture = Path(options.trace)
     if not capture.is_dir():
         raise TraceError(options.trace, 0, "", "Expected the directory of a live capture")
@@ -22,20 +25,20 @@ def check_decisions(options: argparse.Namespace) -> int:
     if options.config is not None:
         policy = policy_source(options.config)
         if not policy.text:
-            raise ConfigError([f"{policy.name} is no configuration: it cannot decide again"])
+            raise ConfigError([f"{policy.name} is not a configuration: it cannot repeat decisions"])
         config = policy.load()
     folder = open_folder(options)
     try:
         total = told(decide_again(capture, plugin_tables(), config))
     except CaptureError as problem:
         raise OutputError(str(problem)) from None
-    by = "what was in force" if config is None else options.config
+    by = "the configuration in force" if config is None else options.config
     summary: dict[str, Any] = {"schema": SCHEMA, "capture": capture.name, "decided_by": by, **total}
     lines = [f"decided by {by}", *sentences_of(total)]
     print("\n".join(lines))
     if folder is not None:
         write_whole(folder / "summary.json", as_json(summary))
-        report = "\n".join(["# Past decisions, decided again", "", *(f"- {one}" for one in lines)])
+        report = "\n".join(["# Past decisions, repeated", "", *(f"- {one}" for one in lines)])
         write_whole(folder / "report.md", f"{report}\n".encode())
         print(f"results are in {folder}")
     return 0

@@ -1,4 +1,6 @@
-"""`sim compare`: configurations on the same requests, with honest uncertainty."""
+"""The command `sim compare`: several configurations on the same requests, with confidence
+intervals.
+"""
 
 import argparse
 import sys
@@ -41,13 +43,13 @@ from sim.reports.compare_report import (
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """The command line of `sim compare`."""
+    """Add the command line of `sim compare`."""
     parser = subparsers.add_parser(
         "compare",
-        help="configurations on the same requests, with confidence intervals",
+        help="compare configurations on the same requests, with confidence intervals",
         description="Replay TRACE under several configurations with common random numbers, then "
-        "other traffic like it: a generated TRACE is drawn anew for each seed, of a recorded one "
-        "the first seed replays it as it is and the others resamples of it.",
+        "repeat on other traffic like it. A generated TRACE is drawn again for each seed. A recorded "
+        "one is replayed as it is for the first seed, and resampled for each other seed.",
         allow_abbrev=False,
     )
     add = parser.add_argument_group("Configurations").add_argument
@@ -56,7 +58,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         action="append",
         required=True,
         metavar="FILE|NAME",
-        help="repeat, or give several --replicas; the others are compared with the first. "
+        help="configuration; give at least two, or several --replicas. The first is the reference. "
         + POLICY_HELP,
     )
     add_run_options(parser, several_replicas=True)
@@ -65,14 +67,18 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(options: argparse.Namespace) -> int:
-    """0: done. 2: usage. 130: interrupted, what is done is kept. Raises what is told by `sim`."""
+    """Run `sim compare` and return its exit code.
+
+    0: done. 2: wrong command line. 130: interrupted; the results up to then are written. Raises
+    errors that `sim` prints.
+    """
     counts: tuple[int | None, ...] = options.replicas or (None,)
     if len(options.config) * len(counts) < 2:
-        print("sim: --config is needed twice or more, or --replicas as 1,2", file=sys.stderr)
+        print("sim: give --config at least twice, or --replicas as 1,2", file=sys.stderr)
         return 2
     policies = named_policies(options.config)
     print(f"seeds {options.seed} to {options.seed + options.seeds - 1}", flush=True)
-    # Seed by seed, so that an interrupted comparison has whole seeds.
+    # The order is seed by seed, so that an interrupted comparison has complete seeds.
     jobs = [
         run_settings(options, policy, options.seed + repetition, repetition, replicas=replicas)
         for repetition in range(options.seeds)
@@ -91,9 +97,10 @@ def run(options: argparse.Namespace) -> int:
     what_was_run = conditions(*jobs[: len(names)])
 
     def whole(results: Results) -> list[list[Result]]:
-        """Of each configuration, all seeds under which every configuration has run.
+        """Return the runs of each configuration under the seeds that all configurations have
+        completed.
 
-        None as long as the first is not among them: it is the trace as it is.
+        The lists are empty until the first seed, which is the trace as it is, is among them.
         """
         starts = range(0, len(jobs), len(names))
         ended = [start for start in starts if all(start + at in results for at in each)]
@@ -140,7 +147,7 @@ def _pickers(replicas: int) -> str:
 def _compared(
     names: Sequence[str], runs: Sequence[Sequence[RunSummary]]
 ) -> dict[str, ComparedConfig]:
-    """Every figure of every configuration, and its difference from the first one."""
+    """Return every figure of every configuration, and its difference from the first configuration."""
     if not runs[0]:
         return {}
     figures = [[figures_of(one) for one in found] for found in runs]
@@ -163,7 +170,7 @@ def _compared(
 
 
 def difference_summary(measure: str, found: Difference) -> DifferenceSummary:
-    """As summary.json has it, with its verdict."""
+    """Return the difference as summary.json has it, with its verdict."""
     difference = found.difference
     estimate = estimate_summary(difference)
     return DifferenceSummary(

@@ -1,7 +1,8 @@
-"""What a decision went by, for who wants to find it again without this program.
+"""The inputs of a decision in a form from which the decision can be recomputed without this
+program.
 
-Looked at just after the decision: of the chosen endpoint all is known that was before it, of the others
-nothing has changed. The next decision changes them.
+They are collected just after the decision. The chosen endpoint's numbers from before it are known,
+and those of the others have not changed. The next decision changes them.
 """
 
 from typing import Any, Final
@@ -15,7 +16,7 @@ _MATCHED: Final = NUMBERS.index("matched_blocks")
 
 
 def asked_of(leg: Leg) -> dict[str, Any]:
-    """What of the request the scorers went by."""
+    """Return the numbers of the request that scorers use."""
     request = leg.request
     return {
         "block_tokens": leg.block_tokens,
@@ -26,9 +27,9 @@ def asked_of(leg: Leg) -> dict[str, Any]:
 
 
 def scored_by(leg: Leg) -> list[dict[str, Any]]:
-    """Of each candidate what decisions.jsonl has of it, what was known of it, and what it costs.
+    """Return each candidate's entry in decisions.jsonl, its inputs, and its costs.
 
-    Raises what a plugin raises.
+    Raises what a plug-in raises.
     """
     candidates, scored = leg.candidates, leg.scored
     numbers = [candidates.numbers_of(at) for at in range(len(candidates))]
@@ -71,7 +72,9 @@ def scored_by(leg: Leg) -> list[dict[str, Any]]:
 
 
 def _adapters(report: AdapterReport | None, model: str) -> dict[str, Any] | None:
-    """Places for LoRA adapters there, and whether `model` has one; None: nothing is told of them."""
+    """Return the adapter slots of an endpoint and whether `model` has one, or None if it reports no
+    adapters.
+    """
     if report is None:
         return None
     resident = report.resident_known

@@ -1,4 +1,4 @@
-"""How much a trace asks for, over time: the stretch that pods are sized for, and a first guess."""
+"""The work that a trace demands over time, for the stretch that is sized and for a first guess."""
 
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -12,15 +12,15 @@ from sim.measurement.summaries import DemandSummary
 from sim.traces.arrival import Arrival
 
 STRETCHES_MAX: Final = 288
-"""Of a trace over time: a day in steps of five minutes."""
+"""Maximum number of stretches of a trace over time: a day in steps of five minutes."""
 STRETCH_S_MIN: Final[Seconds] = 300.0
 _BATCH: Final = 64
-"""Requests that decode together, for the guess."""
+"""Requests that decode together, for the first guess."""
 _PREFILL_TOKENS: Final = 8_192
 
 
 class Demand(Struct, frozen=True, kw_only=True):
-    """What requests ask for together."""
+    """The total demand of some requests."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -28,21 +28,21 @@ class Demand(Struct, frozen=True, kw_only=True):
 
     @property
     def work(self) -> float:
-        """In prompt tokens."""
+        """Demand in prompt tokens."""
         return self.prompt_tokens + OUTPUT_WEIGHT * self.output_tokens
 
 
 class Stretch(Struct, frozen=True, kw_only=True):
-    """Requests of a trace that follow each other."""
+    """Consecutive requests of a trace."""
 
     start_s: Seconds
     end_s: Seconds
     places: range
-    """Of its requests in the trace."""
+    """Positions of its requests in the trace."""
     demand: Demand
 
     def summary(self, busiest: float) -> DemandSummary:
-        """As summary.json has it; `busiest`: the work of the busiest."""
+        """Return the stretch as summary.json has it. `busiest` is the work of the busiest stretch."""
         return DemandSummary(
             start_s=self.start_s,
             end_s=self.end_s,
@@ -54,32 +54,34 @@ class Stretch(Struct, frozen=True, kw_only=True):
 
 
 class TraceDemand(Struct, frozen=True, kw_only=True):
-    """What a trace asks for."""
+    """The demand of a trace."""
 
     whole: Stretch
     sized_for: Stretch
-    """All of it if that is short enough, else its busiest stretch."""
+    """The whole trace if it is short enough, else its busiest stretch."""
     over_time: list[Stretch]
 
     @property
     def work_per_s(self) -> float:
-        """Of the stretch that is sized for."""
+        """Work per second of the stretch that is sized."""
         return _per_s(self.sized_for)
 
     def share_of_sized(self, stretch: Stretch) -> float:
-        """How fast its work comes, as a share of how fast that does which is sized for."""
+        """Return the stretch's work per second as a share of that of the sized stretch."""
         return _per_s(stretch) / self.work_per_s if self.work_per_s else 1.0
 
     @property
     def cut(self) -> bool:
-        """Not all of it is sized for."""
+        """True if the sized stretch is only a part of the trace."""
         return self.sized_for.places != self.whole.places
 
 
 def demand_of(arrivals: Iterable[Arrival], *, sized_s_max: Seconds) -> TraceDemand:
-    """Of a trace in order of time; `sized_s_max`: how long the stretch that is sized for may be.
+    """Return the demand of a trace in order of time. `sized_s_max` is the maximum length of the
+    sized stretch.
 
-    Holds two numbers a request. Raises as iterating does, and `ValueError` if there are none.
+    Two numbers a request are in memory. Raises what iterating raises, and `ValueError` if there are
+    no requests.
     """
     times_s: list[Seconds] = []
     work: list[tuple[int, int]] = []
@@ -90,7 +92,7 @@ def demand_of(arrivals: Iterable[Arrival], *, sized_s_max: Seconds) -> TraceDema
         raise ValueError("no requests")
     span_s = times_s[-1]
     whole = _stretch(0.0, span_s, range(len(times_s)), work)
-    # All are equally long, so that the last one does not look idle.
+    # All stretches are equally long, so that the last one does not look idle.
     steps = min(max(1, int(span_s / STRETCH_S_MIN)), STRETCHES_MAX)
     step_s = span_s / steps
     # The last request belongs to the stretch that ends with it.
@@ -108,9 +110,9 @@ def demand_of(arrivals: Iterable[Arrival], *, sized_s_max: Seconds) -> TraceDema
 
 
 def guessed_pods(stretch: Stretch, profile: Profile, speed: float) -> int:
-    """About how many pods its work keeps busy, half of the prompts being found in caches.
+    """Return a rough number of pods that the work keeps busy, if half of the prompts are cached.
 
-    Only where a search begins depends on it.
+    Only the start of a search depends on it.
     """
     demand = stretch.demand
     span_s = (stretch.end_s - stretch.start_s) / speed
@@ -132,7 +134,7 @@ def guessed_pods(stretch: Stretch, profile: Profile, speed: float) -> int:
 def _busiest(
     times_s: Sequence[Seconds], work: Sequence[tuple[int, int]], span_s: Seconds
 ) -> Stretch:
-    """Of all stretches of `span_s` that begin with a request, the one with the most work."""
+    """Return the stretch with the most work among those of `span_s` that begin with a request."""
     best = (-1.0, 0, 0)
     now, end = 0.0, 0
     for first, begins_s in enumerate(times_s):

@@ -1,7 +1,7 @@
-"""Where jobs run: on the cores of this machine, or on a cluster that somebody else has started.
+"""Places where jobs run: the cores of this machine, or a cluster that was started elsewhere.
 
-Of a cluster nothing is needed but `submit`, as `concurrent.futures` has it. Its workers import this
-distribution: they need the same version of it, and of what it imports.
+A cluster only needs `submit`, as in `concurrent.futures`. Its workers import this distribution, so
+they need the same version of it and of its dependencies.
 """
 
 import contextlib
@@ -20,22 +20,26 @@ from sim.experiments.jobs import Answer, Crew, Job, JobError, Workers
 LOCAL: Final = "local"
 EXECUTOR_HELP: Final = "local, dask://HOST:PORT or ray://HOST:PORT"
 IN_FLIGHT_MAX: Final = 4_096
-"""Jobs that a cluster is given at a time: more than it has cores, and no more than it can hold."""
+"""Maximum number of jobs submitted to a cluster at a time: more than its cores, few enough for its
+memory.
+"""
 _CONNECT_S: Final = 10
 
 
 class ExecutorError(Exception):
-    """Jobs cannot run where they were to: one sentence."""
+    """Jobs cannot run at the given place; the text is one sentence."""
 
 
 class Submitting(Protocol):
-    """What is needed of a `concurrent.futures.Executor`."""
+    """The part of `concurrent.futures.Executor` that is needed."""
 
     def submit(self, task: Callable[..., Any], /, *given: Any) -> "Future[Any]": ...
 
 
 class Submitted:
-    """`Workers` behind any executor, which stays the caller's. Leaving the context cancels."""
+    """`Workers` on top of any executor, which the caller owns. Leaving the context cancels all
+    jobs.
+    """
 
     def __init__(self, executor: Submitting) -> None:
         self._executor = executor
@@ -55,7 +59,9 @@ class Submitted:
         self.stop()
 
     def stop(self) -> None:
-        """Cancel what has not begun; `outcomes` ends. What runs elsewhere is waited for by nobody."""
+        """Cancel the jobs that have not begun and end `outcomes`. Jobs that run elsewhere are not
+        awaited.
+        """
         self._stopped = True
         for future in list(self._busy.values()):
             future.cancel()
@@ -64,13 +70,16 @@ class Submitted:
     def outcomes(
         self, task: Callable[[Job], Answer], jobs: Sequence[Job]
     ) -> Iterator[tuple[int, Answer | JobError]]:
-        """As `Workers` has it. An exception of a job, or of the cluster, is why it cannot be done."""
+        """Yield outcomes like `Workers.outcomes`.
+
+        An exception of a job or of the cluster becomes the reason why the job failed.
+        """
         left = enumerate(jobs)
         self._submit(task, left, IN_FLIGHT_MAX)
         while self._busy and not self._stopped:
             ended = self._ended.get()
             if ended is None or self._stopped:
-                # What was cancelled has ended too, and did not fail.
+                # Cancelled jobs have ended too, but did not fail.
                 return
             number, future = ended
             del self._busy[number]
@@ -93,7 +102,7 @@ def _outcome(future: "Future[Any]") -> Any:
     try:
         problem = future.exception()
     except CancelledError:
-        return JobError("the cluster has cancelled it")
+        return JobError("the cluster cancelled the job")
     if isinstance(problem, JobError):
         return problem
     if problem is not None:
@@ -103,9 +112,10 @@ def _outcome(future: "Future[Any]") -> Any:
 
 @contextlib.contextmanager
 def workers_at(named: str, size: int) -> Iterator[Workers]:
-    """`named` as `EXECUTOR_HELP` has it; `size`: processes on this machine, if it is that.
+    """Yield the workers at `named`, in a form of `EXECUTOR_HELP`. `size` is the number of local
+    processes.
 
-    Raises `ExecutorError` if nobody is there, or what it takes to speak to it is not installed.
+    Raises `ExecutorError` if the cluster does not answer or its client is not installed.
     """
     if named == LOCAL:
         with Crew(size) as crew:
@@ -131,20 +141,20 @@ def _dask(address: str) -> Iterator[Submitting]:
     except (OSError, ValueError) as problem:
         raise ExecutorError(f"--executor dask://{address}: {_in_a_line(problem)}") from problem
     with client:
-        # Equal jobs would be one to a scheduler that takes tasks for pure.
+        # A scheduler that takes tasks for pure would merge equal jobs into one.
         yield client.get_executor(pure=False)
 
 
 class _Ray:
-    """Ray's tasks behind `submit`."""
+    """An adapter from `submit` to Ray's tasks."""
 
     def __init__(self, ray: Any) -> None:
-        # A task is sent to the cluster once, then named.
+        # The task is sent to the cluster once, and then referred to.
         self._remote: Callable[[Callable[..., Any]], Any] = cache(ray.remote(max_retries=1))
         self._task_error: type[Exception] = ray.exceptions.RayTaskError
 
     def submit(self, task: Callable[..., Any], /, *given: Any) -> "Future[Any]":
-        # Ray sets a result on its own future whether or not that was cancelled, which raises.
+        # Ray sets a result on its own future even if that was cancelled, which raises an error.
         asked: Future[Any] = Future()
         theirs: Future[Any] = self._remote(task).remote(*given).future()
         theirs.add_done_callback(lambda ended: self._tell(asked, ended))
@@ -155,7 +165,7 @@ class _Ray:
             return
         problem: Any = ended.exception()
         if isinstance(problem, self._task_error):
-            # It is told as a traceback in colours: what the task itself has raised is a sentence.
+            # Ray wraps the error in a coloured traceback; the cause is the task's own sentence.
             problem = problem.cause  # type: ignore[attr-defined]
         if problem is None:
             asked.set_result(ended.result())
@@ -171,7 +181,7 @@ def _ray(address: str) -> Iterator[Submitting]:
         raise ExecutorError(_missing("ray", problem)) from problem
     try:
         _reach(address)
-        # Else it tells of itself, between the bar and the table.
+        # These settings keep Ray's messages out of the progress bar and the table.
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
         connection = ray.init(f"ray://{address}", **quiet)
     except (OSError, ValueError, RuntimeError) as problem:
@@ -181,8 +191,9 @@ def _ray(address: str) -> Iterator[Submitting]:
 
 
 def _reach(address: str) -> None:
-    """Raise `OSError` or `ValueError` where nobody listens: clients go on trying, Ray's for half a
-    minute, and say more than a sentence.
+    """Raise `OSError` or `ValueError` if nothing listens at `address`.
+
+    The clients themselves would retry, Ray's for half a minute, and print more than a sentence.
     """
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal():
@@ -191,7 +202,7 @@ def _reach(address: str) -> None:
 
 
 def _in_a_line(problem: Exception) -> str:
-    """Of a traceback that was sent along what it ends with."""
+    """Return the problem on one line; a traceback is reduced to its last line."""
     text = str(problem).strip()
     if "Traceback (most recent call last)" in text:
         text = text.splitlines()[-1]

@@ -1,4 +1,6 @@
-"""Many runs that are told together, over all cores, with a bar; each is written when it ends."""
+"""Many runs of one experiment on all cores, with a progress bar; results are written after each
+run.
+"""
 
 import argparse
 import contextlib
@@ -45,53 +47,55 @@ OfRuns = TypeVar("OfRuns", bound=Summary)
 
 
 class JobError(Exception):
-    """One of the runs cannot be done: one sentence."""
+    """One of the runs failed; the text is one sentence."""
 
 
 class Workers(Protocol):
-    """Processes, here or elsewhere, that do jobs."""
+    """Processes, on this machine or elsewhere, that run jobs."""
 
     def outcomes(
         self, task: Callable[[Job], Answer], jobs: Sequence[Job]
     ) -> Iterator[tuple[int, Answer | JobError]]:
-        """(number, what `task` returns, or why it cannot) of each job as they end, until `stop`.
+        """Yield (number, what `task` returns or why it failed) of each job as it ends, until
+        `stop`.
 
-        `task` is a function of a module: only its name is sent.
+        `task` is a function of a module, because only its name is sent.
         """
         ...
 
     def stop(self) -> None:
-        """Cut short what runs; `outcomes` ends."""
+        """Stop running jobs and end `outcomes`."""
         ...
 
 
 class Result(Struct, frozen=True, kw_only=True):
-    """What comes back from a run in another process."""
+    """The result of a run in another process."""
 
     summary: RunSummary
     series: Series
 
 
 Results = Mapping[int, Result]
-"""By the position of their settings among the jobs."""
+"""Results by position of their settings among the jobs."""
 
 
 class Experiment(Struct, Generic[OfRuns], frozen=True, kw_only=True):
-    """Runs, and how they are told: all of them, or those that had ended by a Ctrl-C."""
+    """Runs and their reports: for all runs, or for those that had ended before Ctrl-C."""
 
     title: str
     jobs: Sequence[RunSettings]
     summary: Callable[[Results, bool], OfRuns]
-    """Of as many results as there are, and whether these are all."""
+    """Function (results so far, whether these are all) -> summary."""
     table: Callable[[OfRuns], str]
     reports: Callable[[OfRuns, Results], dict[str, str]]
-    """Of a summary and its results: file name -> content."""
+    """Function (summary, results) -> content of each file by name."""
 
     def carry_out(self, folder: Path | None, *, workers: int) -> int:
-        """Run all, write what is known whenever one ends, print the table: the exit code.
+        """Run all jobs, write the results after each one, print the table, and return the exit
+        code.
 
-        A big trace is read once before, so that no process has to. Raises `JobError`, `TraceError`
-        and `OSError`; what had ended by then is written.
+        A big trace is read once in advance, so that the processes find it cached. Raises
+        `JobError`, `TraceError` and `OSError`; the results up to then are written.
         """
         results: dict[int, Result] = {}
         summary: OfRuns | None = None
@@ -111,9 +115,9 @@ class Experiment(Struct, Generic[OfRuns], frozen=True, kw_only=True):
             with progress_bar(self.title) as bar:
                 for number, result in bar.track(crew.results(self.jobs), total=len(self.jobs)):
                     results[number] = result
-                    # Nobody would read it without a folder, and telling takes seconds.
+                    # Without a folder there is no reader, and a report takes seconds.
                     summary = None if folder is None else told()
-            # A Ctrl-C waits for this: nothing is told twice.
+            # Ctrl-C waits for this, so that no report is made twice.
             if summary is None:
                 summary = told()
         print(self.table(summary))
@@ -128,12 +132,12 @@ class Experiment(Struct, Generic[OfRuns], frozen=True, kw_only=True):
 
 
 class Crew:
-    """`Workers` of this machine, each one job after the other. Leaving the context ends them."""
+    """`Workers` on this machine, each running one job at a time. Leaving the context ends them."""
 
     def __init__(self, size: int) -> None:
         self._stopped = False
         self._members: dict[Connection, SpawnProcess] = {}
-        # Forked children would inherit the bar's thread and its locks.
+        # A forked child would inherit the progress bar's thread and its locks.
         self._context = multiprocessing.get_context("spawn")
         for _ in range(size):
             self._hire()
@@ -154,15 +158,15 @@ class Crew:
             process.close()
 
     def stop(self) -> None:
-        """Cut short what runs; `outcomes` ends."""
+        """Stop running jobs and end `outcomes`."""
         self._stopped = True
         for process in self._members.values():
             process.kill()
 
     def results(self, jobs: Sequence[RunSettings]) -> Iterator[tuple[int, Result]]:
-        """(number, result) of each run in the order in which they end, until `stop`.
+        """Yield (number, result) of each run in the order in which they end, until `stop`.
 
-        Raises `JobError` for one that cannot be done.
+        Raises `JobError` for a run that failed.
         """
         for number, outcome in self.outcomes(run_job, jobs):
             if isinstance(outcome, JobError):
@@ -172,7 +176,9 @@ class Crew:
     def outcomes(
         self, task: Callable[[Job], Answer], jobs: Sequence[Job]
     ) -> Iterator[tuple[int, Answer | JobError]]:
-        """As `Workers` has it. Who dies of a job is replaced: the others are done."""
+        """Yield outcomes like `Workers.outcomes`. A process that dies is replaced, and the other
+        jobs go on.
+        """
         left = enumerate(jobs)
         busy: dict[Connection, int] = {}
 
@@ -180,7 +186,7 @@ class Crew:
             number, job = next(left, (-1, None))
             if job is not None:
                 busy[pipe] = number
-                # Whoever has died says so when it is listened to.
+                # A dead process is detected later, when its pipe is read.
                 with contextlib.suppress(OSError):
                     pipe.send((task, job))
 
@@ -192,16 +198,17 @@ class Crew:
                 try:
                     outcome = pipe.recv()
                 except (EOFError, OSError):
-                    # The other end is gone.
+                    # The other end of the pipe is closed.
                     if self._stopped:
                         return
-                    outcome = JobError("a process that replayed the trace has died")
-                    pipe = self._replace(pipe)  # noqa: PLW2901  what follows is of the new one
+                    outcome = JobError("the process that replayed the trace has died")
+                    pipe = self._replace(pipe)  # noqa: PLW2901  the rest is about the new pipe
                 occupy(pipe)
                 yield number, outcome
 
     def _hire(self) -> Connection:
-        # Inherited: Ctrl-C reaches all processes of a terminal, and the parent alone answers it.
+        # Children inherit the ignored signal: Ctrl-C reaches all processes of a terminal, and only
+        # the parent handles it.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             ours, theirs = self._context.Pipe()
@@ -222,20 +229,20 @@ class Crew:
 
 
 def _work(pipe: Connection) -> None:
-    """Do what comes through the pipe until that is closed; answer what it returns, or a `JobError`."""
+    """Run the jobs from the pipe until it is closed, and send back each result or a `JobError`."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             task, job = pipe.recv()
             try:
                 outcome = task(job)
             except (JobError, TraceError, ConfigError, OSError) as problem:
-                # Not as it is: an exception with arguments of its own cannot be sent.
+                # The exception itself may have constructor arguments with which it cannot be sent.
                 outcome = JobError(sentence_of(problem))
             pipe.send(outcome)
 
 
 def run_job(settings: RunSettings, held: HeldTrace | None = None) -> Result:
-    """Run once, without files. `held` is the trace, if it has been read before. Raises as `Run` does."""
+    """Run once, without files. `held` is the trace if it was read before. Raises what `Run` raises."""
     latest_s = 0.0
 
     def ended(request: SimulatedRequest) -> None:
@@ -248,7 +255,8 @@ def run_job(settings: RunSettings, held: HeldTrace | None = None) -> Result:
     blocks = one.variation.blocks
     summary = replace(
         summary,
-        # What waits for answers comes later than its trace says, and other than completes counts too.
+        # Requests that wait for answers arrive later than in the trace, and incomplete requests
+        # count too.
         requests_per_s=rounded(summary.requests.sent / latest_s) if latest_s else None,
         traffic=Traffic(
             generated=one.variation.generated,
@@ -259,7 +267,7 @@ def run_job(settings: RunSettings, held: HeldTrace | None = None) -> Result:
 
 
 def ended_of(runs: Sequence[ComparedRun]) -> Requests:
-    """How many requests were sent, and how they ended, over all runs."""
+    """Return how many requests were sent and how they ended, over all runs."""
     return Requests(
         **{
             name: sum(getattr(one.requests, name) for one in runs)
@@ -269,7 +277,7 @@ def ended_of(runs: Sequence[ComparedRun]) -> Requests:
 
 
 def estimate_summary(found: Estimate) -> EstimateSummary:
-    """As summary.json has it."""
+    """Return the estimate as summary.json has it."""
     return EstimateSummary(
         value=rounded(found.value),
         low=None if found.low is None else rounded(found.low),
@@ -278,7 +286,7 @@ def estimate_summary(found: Estimate) -> EstimateSummary:
 
 
 def varied_between(runs: Sequence[ComparedRun]) -> Varied:
-    """What differs between the repetitions of one configuration, the first being the trace as it is."""
+    """Return how the repetitions of one configuration differ; the first one is the trace as it is."""
     traffic = [one.traffic for one in runs if one.traffic is not UNSET]
     resampled = next((one.resampled for one in traffic if one.resampled), None)
     return Varied(
@@ -290,12 +298,12 @@ def varied_between(runs: Sequence[ComparedRun]) -> Varied:
 
 
 def add_experiment_options(parser: argparse.ArgumentParser) -> None:
-    """How often each configuration is run, on how many processes, and where to write."""
+    """Add the flags for repetitions, processes and output."""
     add = parser.add_argument_group("Runs").add_argument
     add("--seeds", type=count_of_runs, default=5, metavar="K",
-        help="number of runs of each configuration, each with other traffic (5)")  # fmt: skip
-    add("--seed", type=int, default=1, help="the first of the seeds (1)")
+        help="number of runs of each configuration, each with other traffic (default: 5)")  # fmt: skip
+    add("--seed", type=int, default=1, help="first seed (default: 1)")
     cores = len(os.sched_getaffinity(0))
     add("--workers", type=count_of_runs, default=cores, metavar="N",
-        help=f"processes (all cores: {cores})")  # fmt: skip
+        help=f"number of processes (default: all {cores} cores)")  # fmt: skip
     add_output_options(parser)

@@ -1,4 +1,4 @@
-"""Runs by what they are of: replayed on all cores, each once, also over several starts."""
+"""Runs by their configuration and traffic, replayed on all cores, each only once across restarts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
@@ -14,26 +14,26 @@ from sim.measurement.summaries import KeptRun, RunSummary
 
 
 class Half(StrEnum):
-    """Of the requests of a trace."""
+    """A half of the requests of a trace."""
 
     TUNING = "tuning"
     HOLD_OUT = "hold-out"
 
 
 class Sample(Struct, frozen=True, kw_only=True):
-    """The requests of a run. The same for every configuration that it is of."""
+    """The traffic of a run, which is the same for all configurations."""
 
     half: Half
     share: float = 1.0
-    """Of the half, from its beginning."""
+    """Share of the half, from its beginning."""
     load: float = 1.0
-    """Times as fast as otherwise."""
+    """Factor by which requests arrive faster."""
     repetition: int = 0
-    """0: the trace as it is; any other: other traffic like it."""
+    """Repetition; 0 is the trace as it is, and others are other traffic like it."""
 
 
 class MeasuredRuns:
-    """Asks the journal first, the crew for the rest."""
+    """A source of results that first looks into the journal and then runs what is missing."""
 
     def __init__(
         self,
@@ -43,17 +43,21 @@ class MeasuredRuns:
         halves: Mapping[Half, range],
         advance: Callable[[], None],
     ) -> None:
-        """`halves`: places of their requests. `advance` is called for each run that there is."""
+        """Create the source. `halves` are the positions of their requests; `advance` is called
+        after each run.
+        """
         self._crew = crew
         self._journal = journal
         self._base = base
         self._halves = halves
         self._advance = advance
         self._hashes: dict[str, str] = {}
-        """Text of a configuration -> its hash, which takes longer than to ask a hundred times."""
+        """Hash of each configuration, by its text, because computing it is slow."""
 
     def of(self, wanted: Sequence[tuple[PolicySource, Sample]]) -> list[KeptRun]:
-        """One for each, in order. Raises `StoppedError`, and `JobError` for one that cannot be."""
+        """Return the runs for `wanted`, in order. Raises `StoppedError`, and `JobError` if one
+        fails.
+        """
         keyed = [(self._key(policy, sample), (policy, sample)) for policy, sample in wanted]
         return self._journal.runs(keyed, self._measured, self._advance)
 

@@ -1,6 +1,6 @@
-"""The pickers of a run: how many, who reaches which, what they tell each other, and when they die.
+"""The pickers of a run: their number, traffic, exchange between them, and failures.
 
-Flags say it or a scenario does, never both.
+Either flags or a scenario define them, but not both.
 """
 
 from collections.abc import Mapping
@@ -17,16 +17,17 @@ PICKERS_MAX: Final = 1_000
 
 
 class SlowPicker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a picker sends and is sent takes longer."""
+    """A picker whose messages to and from its peers take longer."""
 
     picker: Annotated[int, Meta(ge=0, lt=PICKERS_MAX)]
     more_s: Duration
 
 
 class PickerRestart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Pickers die at `at_s` with all that they know; new ones take their places `startup_s` later.
+    """A restart: pickers fail at `at_s` and lose all state, and new ones replace them `startup_s`
+    later.
 
-    At 0: they join late.
+    At 0 they join late.
     """
 
     at_s: Instant
@@ -35,7 +36,7 @@ class PickerRestart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class PeerPartition(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """From `from_s` to `to_s` nothing passes between `pickers` and the others."""
+    """A partition: from `from_s` to `to_s` no messages pass between `pickers` and the others."""
 
     from_s: Instant
     to_s: Instant
@@ -46,13 +47,13 @@ class PeerPartition(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Pickers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`[pickers]` of a scenario; what happens to them on the way are events."""
+    """Section `[pickers]` of a scenario; changes during the run are events."""
 
     count: Annotated[int, Meta(ge=1, le=PICKERS_MAX)] = 1
     assignment: Assignment = Assignment.RANDOM
     fallback_endpoints_max: Annotated[int, Meta(ge=0, le=64)] = 0
     peer_delay_s: Duration | None = None
-    """None: each is blind to the others."""
+    """Delay of messages between pickers; None if pickers exchange nothing."""
     peer_loss: Share | None = None
     peer_interval_s: Annotated[float, Meta(ge=1e-6, le=1e9)] | None = None
     peer_snapshot: bool | None = None
@@ -60,7 +61,7 @@ class Pickers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class PickersPlan(Struct, frozen=True, kw_only=True):
-    """All that is said of pickers, by flags or by a scenario."""
+    """All settings of pickers, from flags or a scenario."""
 
     pickers: Pickers = Pickers()
     restarts: tuple[PickerRestart, ...] = ()
@@ -68,7 +69,7 @@ class PickersPlan(Struct, frozen=True, kw_only=True):
 
     @property
     def absences(self) -> tuple[Absence, ...]:
-        """When which of them is away."""
+        """Times at which pickers are absent."""
         return tuple(
             Absence(picker, restart.at_s, restart.at_s + restart.startup_s)
             for restart in self.restarts
@@ -77,7 +78,9 @@ class PickersPlan(Struct, frozen=True, kw_only=True):
 
     @property
     def peers(self) -> PeerSettings | None:
-        """What they tell each other. `ClusterSettingsError` if that is nothing, and more is said."""
+        """Exchange between pickers, or None. Raises `ClusterSettingsError` if details are set
+        without a delay.
+        """
         pickers = self.pickers
         told: dict[str, Any] = {
             "loss": pickers.peer_loss,
@@ -94,7 +97,7 @@ class PickersPlan(Struct, frozen=True, kw_only=True):
         if told:
             raise ClusterSettingsError(
                 "peer_loss, peer_interval_s, peer_slow and partitions need --peer-delay "
-                "(peer_delay_s): without it pickers tell each other nothing"
+                "(peer_delay_s): without it pickers exchange nothing"
             )
         return None
 
@@ -111,13 +114,15 @@ FLAGS: Final[Mapping[str, str]] = {
     "restarts": "--picker-away",
     "partitions": "--peer-partition",
 }
-"""What a plan and its pickers can be told -> the flag that says it."""
+"""Flag for each setting of a plan and its pickers."""
 
 
 def pickers_plan(flags: Mapping[str, Any], scenario: PickersPlan | None, file: str) -> PickersPlan:
-    """What is said of pickers: `flags` by the keys of `FLAGS`, None where a flag was not given.
+    """Return the settings of pickers. `flags` has the keys of `FLAGS`, with None for flags not
+    given.
 
-    `scenario`: what `file` says, None if nothing. `ClusterSettingsError` if both speak.
+    `scenario` is the content of `file`, or None if it defines no pickers. Raises
+    `ClusterSettingsError` if both define them.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     if scenario is None:
@@ -125,7 +130,6 @@ def pickers_plan(flags: Mapping[str, Any], scenario: PickersPlan | None, file: s
         return PickersPlan(pickers=Pickers(**given), **of_plan)
     if given:
         raise ClusterSettingsError(
-            f"{file} says which pickers there are: leave out "
-            + ", ".join(FLAGS[name] for name in given)
+            f"{file} defines the pickers: leave out " + ", ".join(FLAGS[name] for name in given)
         )
     return scenario

@@ -1,13 +1,13 @@
-"""What a tuning could find out at best: the smallest gain that its traffic would still confirm.
+"""Statistical power of a tuning: the smallest gain that its traffic can confirm.
 
-It is known before anything is searched. How much figures vary beside each other on this traffic is
-seen from the present configuration and a few that are drawn at random, with every seed on the half
-for tuning, which is as long as the one that judges. A gain is confirmed if the 95 % interval of the
-difference does not hold 0; one that is as large as `PowerSummary.gains` is so in four of five
-tunings, a smaller one less often.
+It is estimated before the search. The present configuration and a few random ones show how much
+figures vary on this traffic. They run with every seed on the tuning half, which is as long as the
+hold-out half. A gain is confirmed if the 95 % confidence interval of the difference excludes 0. A
+gain as large as `PowerSummary.gains` is confirmed in four of five tunings, a smaller one less
+often.
 
-What varies is taken for a share of the larger of both figures: a configuration that is ten times
-worse also varies ten times as much, and would tell of no other.
+The variation is expressed as a share of the larger of both figures. Otherwise a configuration that
+is ten times worse, and varies ten times as much, would mislead.
 """
 
 import math
@@ -20,26 +20,29 @@ from sim.measurement.measures import six_digits
 from sim.measurement.summaries import DifferenceSummary, PowerSummary
 
 PILOTS: Final = 3
-"""Configurations from which it is seen; what each shows is averaged."""
+"""Number of random configurations for the estimate, whose variations are averaged."""
 POWER: Final = 0.8
-"""Share of tunings that confirm a gain as large as is told."""
+"""Share of tunings that confirm a gain of the reported size."""
 GAIN_WANTED: Final = 0.1
-"""For which it is told how much traffic it would take."""
+"""Gain for which the required amount of traffic is reported."""
 SEEDS_MAX: Final = 30
-"""That are proposed; with more hardly anything gets narrower."""
+"""Maximum number of seeds that is proposed; more hardly narrow the interval."""
 
 
 def power_of(
     pilots: Sequence[Mapping[str, DifferenceSummary]], varied: Varied, *, requests: int
 ) -> PowerSummary:
-    """`pilots`: differences from the present configuration by measure; `requests`: of the trace."""
+    """Return the power. `pilots` are differences from the present configuration by measure.
+
+    `requests` is the number of requests of the trace.
+    """
     seeds = varied.repetitions
     gains: dict[str, float] = {}
     if not varied.lacking:
         for measure in pilots[0] if pilots else ():
             shares = [share for one in pilots if (share := _half(one[measure])) > 0]
             if shares:
-                # Variances are what is added up: the mean of widths would be too narrow.
+                # Variances are additive; the mean of widths would be too small.
                 width = math.sqrt(fmean(share**2 for share in shares))
                 gains[measure] = six_digits(width * _factor(varied, seeds))
     short = {measure: gain for measure, gain in gains.items() if gain > GAIN_WANTED}
@@ -50,7 +53,7 @@ def power_of(
         gains=gains,
         wanted=GAIN_WANTED,
         requests_needed={
-            # What varies falls with the root of what there is of it.
+            # Variation decreases with the square root of the number of requests.
             measure: math.ceil(requests * (gain / GAIN_WANTED) ** 2)
             for measure, gain in short.items()
         },
@@ -63,7 +66,7 @@ def power_of(
 
 
 def _half(found: DifferenceSummary) -> float:
-    """Half of the interval, as a share of the larger figure; 0: there is nothing to learn from."""
+    """Return half of the interval as a share of the larger figure, or 0 if it is unknown."""
     reference = found.known_reference
     if found.low is None or found.high is None or found.value is None or reference is None:
         return 0.0
@@ -72,9 +75,9 @@ def _half(found: DifferenceSummary) -> float:
 
 
 def _factor(varied: Varied, seeds: int) -> float:
-    """Gain that `POWER` of all tunings confirm, as times half of an interval."""
+    """Return the gain that `POWER` of all tunings confirm, in half intervals."""
     freedom = _freedom(varied, seeds)
-    # One-sided quantile of `POWER`, from the two-sided one.
+    # The one-sided quantile of `POWER` follows from the two-sided one.
     return 1 + student_t(2 * POWER - 1, freedom) / student_t(CONFIDENCE, freedom)
 
 
@@ -83,12 +86,12 @@ def _freedom(varied: Varied, seeds: int) -> int:
 
 
 def _seeds_needed(gain: float, varied: Varied) -> int | None:
-    """With which `GAIN_WANTED` would be confirmed on the same traffic; None: with none."""
+    """Return the seeds that would confirm `GAIN_WANTED` on the same traffic, or None if none would."""
 
     def error(seeds: int) -> float:
-        """In units of what does not depend on the number of seeds."""
+        """Return the error in units that do not depend on the number of seeds."""
         quantile = student_t(CONFIDENCE, _freedom(varied, seeds)) * _factor(varied, seeds)
-        # A recording does not get longer by being resampled more often.
+        # More resamples do not make a recording longer.
         return quantile / math.sqrt(seeds) if varied.generated else quantile
 
     now = varied.repetitions

@@ -1,7 +1,8 @@
-"""What to try next, by Optuna's tree-structured Parzen estimator, of each dimension by itself.
+"""Proposals of configurations by Optuna's tree-structured Parzen estimator, each dimension
+separately.
 
-This alone knows Optuna, which takes half a second to import. Its study lives in memory: what is
-asked for follows from seed and what was told, so that a command that starts anew asks for the same.
+Only this module uses Optuna, which takes half a second to import. The study is in memory. Proposals
+follow from the seed and the reported costs, so that a restarted command proposes the same.
 """
 
 import math
@@ -22,16 +23,16 @@ from sim.experiments.space import Choice, Dimension, Value
 
 
 class Proposals:
-    """Batch by batch: ask, measure, tell."""
+    """Batches of proposals: ask, measure, tell."""
 
     def __init__(self, dimensions: Sequence[Dimension], *, seed: int, random: int) -> None:
-        """The first `random` that are measured are drawn by chance, but for the present values."""
+        """Create the study. The first `random` proposals are random, except for the present values."""
         self._distributions = {one.name: _distribution(one) for one in dimensions}
         self._seed = seed
         self._random = random
         self._batches = 0
         self._asked: list[optuna.Trial] = []
-        # It tells each trial, and warns of what of it is experimental.
+        # Optuna would log each trial and warn about experimental features.
         optuna.logging.set_verbosity(optuna.logging.CRITICAL)
         with warnings.catch_warnings(action="ignore"):
             self._study = optuna.create_study(direction="minimize")
@@ -40,8 +41,8 @@ class Proposals:
             self._study.enqueue_trial(present)
 
     def ask(self, count: int) -> list[dict[str, Value]]:
-        """Values of each dimension, `count` times. `tell` follows."""
-        # Seeded by its place, so that nothing depends on how much chance earlier ones have used.
+        """Return `count` proposals with a value for each dimension. A call of `tell` must follow."""
+        # The seed depends on the batch number, so that earlier random draws have no influence.
         seed = xxhash.xxh32_intdigest(f"{self._seed}:tune:{self._batches}".encode())
         self._batches += 1
         with warnings.catch_warnings(action="ignore"):
@@ -52,7 +53,7 @@ class Proposals:
         return [dict(one.params) for one in self._asked]
 
     def tell(self, costs: Sequence[float | None]) -> None:
-        """What each of those asked for costs, in their order; None: it cannot be tried."""
+        """Report the cost of each proposal, in order; None if it could not be tried."""
         for one, found in zip(self._asked, costs, strict=True):
             if found is None:
                 self._study.tell(one, state=TrialState.FAIL)

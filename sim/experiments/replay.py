@@ -1,4 +1,6 @@
-"""`sim replay`: one trace, one policy, one seed; numbers on the screen, everything in a folder."""
+"""The command `sim replay`: one trace, one configuration, one seed; figures on screen, files in a
+folder.
+"""
 
 import argparse
 import contextlib
@@ -34,47 +36,47 @@ from sim.reports.run_report import run_page
 from sim.traces.formats import open_trace
 
 DECISIONS_BELOW: Final = 100_000
-"""Requests from which on decisions are only written, and hit ceilings only found, when asked for."""
+"""Number of requests from which decisions and hit ceilings are written only on request."""
 _SHOWN_EVERY: Final = 64
 
 Listener = Callable[[SimulatedRequest], None]
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """The command line of `sim replay`."""
+    """Add the command line of `sim replay`."""
     parser = subparsers.add_parser(
         "replay",
-        help="a trace through the production scheduler, in simulated time",
+        help="replay a trace through the production scheduler, in simulated time",
         description="Replay TRACE through a scheduling configuration over simulated vLLM pods.",
         allow_abbrev=False,
     )
     add = parser.add_argument_group("Configuration and records").add_argument
     add("--config", metavar="FILE|NAME", help=f"{POLICY_HELP} ({DEFAULT_POLICY})")
-    add("--seed", type=int, default=1, help="decides everything that is drawn (1)")
+    add("--seed", type=int, default=1, help="seed of all random draws (default: 1)")
     add(
         "--decisions",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help=f"write every decision, which costs time (default: below {DECISIONS_BELOW:,} requests)",
+        help=f"write every decision, which takes time (default: below {DECISIONS_BELOW:,} requests)",
     )
     add(
         "--inputs",
         action="store_true",
-        help="write with every decision what was known of each candidate, and what it costs by each "
-        "scorer that tells: a file five times as large",
+        help="write with every decision each candidate's inputs and its cost by each scorer that "
+        "reports costs; the file becomes five times as large",
     )
     add(
         "--ceilings",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="find what share of the prompts could be cached at most, by one more pass over the "
-        "trace (default: where decisions are written)",
+        help="determine the maximum share of the prompts that could be cached, by one more pass over "
+        "the trace (default: if decisions are written)",
     )
     add(
         "--check-decisions",
         action="store_true",
-        help="no simulation: TRACE is the directory of a live capture, and each decision in it is "
-        "made again by the configuration that made it, or by --config, and compared",
+        help="do not simulate: TRACE is the directory of a live capture; repeat each of its decisions "
+        "with the configuration that made it, or with --config, and compare",
     )
     add_run_options(parser)
     add_output_options(parser)
@@ -82,7 +84,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(options: argparse.Namespace) -> int:
-    """0: done. 130: interrupted, what is done is written. Raises what is told by `sim`."""
+    """Run `sim replay` and return its exit code.
+
+    0: done. 130: interrupted; the results up to then are written. Raises errors that `sim` prints.
+    """
     if options.check_decisions:
         return check_decisions(options)
     print(f"seed {options.seed}", flush=True)
@@ -91,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def replay(settings: RunSettings, options: argparse.Namespace) -> int:
-    """Run it, show it, write it."""
+    """Run the simulation, print its figures and write its files."""
     total = requests_expected(settings)
     folder = open_folder(options)
     progress = progress_bar("replay")
@@ -133,7 +138,9 @@ def replay(settings: RunSettings, options: argparse.Namespace) -> int:
 
 
 def _nothing_half(folder: Path) -> Callable[..., None]:
-    """How to leave the folder: after an error without the files that only a whole run explains."""
+    """Return an exit callback that, after an error, removes the files that only a complete run
+    explains.
+    """
 
     def leave(error: type[BaseException] | None, *_: object) -> None:
         if error is not None:
@@ -144,7 +151,7 @@ def _nothing_half(folder: Path) -> Callable[..., None]:
 
 
 def _with_ceilings(one: Run, summary: ReplaySummary) -> ReplaySummary:
-    """The same with the hit ceilings, if the run is complete."""
+    """Return the summary with the hit ceilings if the run is complete."""
     if not (summary.complete and one.measures.fates[Fate.COMPLETE]):
         return summary
     started_s = time.perf_counter()
@@ -156,7 +163,7 @@ def _with_ceilings(one: Run, summary: ReplaySummary) -> ReplaySummary:
 
 
 def _write(one: Run, summary: ReplaySummary, folder: Path, decisions: Path | None) -> None:
-    """Write the summary and the reports; the other files are there."""
+    """Write the summary and the reports; the other files are already written."""
     started_s = time.perf_counter()
     write_run(folder, summary)
     page = run_page(summary, one.measures.steady_series(), decisions)
@@ -165,7 +172,7 @@ def _write(one: Run, summary: ReplaySummary, folder: Path, decisions: Path | Non
 
 
 def summary_of(one: Run, *, complete: bool) -> ReplaySummary:
-    """summary.json. The same settings and seed give the same bytes."""
+    """Return summary.json. The same settings and seed give the same bytes."""
     settings = one.settings
     return ReplaySummary(
         complete=complete,
@@ -179,19 +186,19 @@ def summary_of(one: Run, *, complete: bool) -> ReplaySummary:
 
 
 def write_run(folder: Path, summary: ReplaySummary) -> None:
-    """summary.json and the report made of it."""
+    """Write summary.json and report.md."""
     write_whole(folder / "summary.json", as_json(summary))
     write_whole(folder / "report.md", run_report(summary).encode())
 
 
 def requests_expected(settings: RunSettings) -> int:
-    """How many requests the run will have, about. Raises `TraceError` and `OSError`."""
+    """Return the approximate number of requests of the run. Raises `TraceError` and `OSError`."""
     expected = open_trace(Path(settings.trace), settings.read).requests_expected()
     return expected if settings.requests_max is None else min(expected, settings.requests_max)
 
 
 def _shown(progress: Progress, total: int) -> Listener:
-    """A listener that moves the bar."""
+    """Return a listener that advances the progress bar."""
     task = progress.add_task("replay", total=total or None)
     ended = 0
 

@@ -1,7 +1,8 @@
-"""`sim replicas`: what several pickers of one pool cost, by what they share.
+"""The command `sim replicas`: what several pickers of one pool cost, by what they share.
 
-Each row of the table is a number of pickers and what they share, each block a workload. Generated
-workloads are drawn anew for each seed; of a trace in a file a seed varies the dice alone.
+Each row of the table is a number of pickers and what they share; each block is a workload.
+Generated workloads are drawn again for each seed. For a trace in a file, the seed varies only the
+scheduler's random choices.
 """
 
 import argparse
@@ -54,7 +55,7 @@ _WITHOUT: Final = DEFAULT_CONFIG.replace(_SCORER, _SCORER + "  parameters: {peer
 
 
 class Arm(Struct, frozen=True, kw_only=True):
-    """A row of the table: so many pickers, and what they share."""
+    """A row of the table: a number of pickers, and what they share."""
 
     replicas: int
     sharing: str
@@ -62,12 +63,12 @@ class Arm(Struct, frozen=True, kw_only=True):
 
     @property
     def policy(self) -> PolicySource:
-        """The default configuration; without belief in peers where nothing is shared."""
+        """The default configuration, without `peerBelief` if nothing is shared."""
         text = _WITHOUT if self.sharing == NOTHING else DEFAULT_CONFIG
         return PolicySource(name=DEFAULT_POLICY, text=text, source=DEFAULT_SOURCE)
 
     def cluster(self, kind: PodKind) -> ClusterSettings:
-        """The pool that its pickers serve."""
+        """Return the pool that its pickers serve."""
         return ClusterSettings(
             pods=(kind,) * PODS,
             replicas=self.replicas,
@@ -99,7 +100,9 @@ class Traffic(Struct, frozen=True, kw_only=True):
     file: str = ""
 
     def trace(self, folder: Path, seed: int) -> str:
-        """Path of its trace; generated into `folder`, unless it is in a file already."""
+        """Return the path of its trace, which is generated into `folder` unless it is a file
+        already.
+        """
         if self.file:
             return self.file
         stage = Stage(rate_per_s=self.rate_per_s, duration_s=self.duration_s)
@@ -118,31 +121,39 @@ TRAFFIC: Final = (
     Traffic(name="multi-turn", profile=_PROFILE, rate_per_s=6, duration_s=120),
     Traffic(name="hot-spot", profile=_PROFILE, rate_per_s=30, duration_s=60),
 )
-"""The first is the published workload, with caches that just hold it; the others leave room."""
+"""The first is the published workload, with caches just large enough; the others leave room."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """The command line of `sim replicas`."""
+    """Add the command line of `sim replicas`."""
     parser = subparsers.add_parser(
         "replicas",
-        help="several pickers of one pool, by what they share",
+        help="show what several pickers of one pool cost, by what they share",
         description=f"Standard workloads over {PODS} pods and 1 to 8 pickers.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("traces", nargs="*", metavar="TRACE", help="trace files, besides the standard workloads")
+    add(
+        "traces",
+        nargs="*",
+        metavar="TRACE",
+        help="trace files, in addition to the standard workloads",
+    )
     add(
         "--workload",
         action="append",
         choices=[workload.name for workload in TRAFFIC],
-        help="of the standard ones only this; may be repeated",
+        help="run only this standard workload; may be repeated",
     )
     add_experiment_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """0: done. 130: interrupted, what is done is kept. Raises what is told by `sim`."""
+    """Run `sim replicas` and return its exit code.
+
+    0: done. 130: interrupted; the results up to then are written. Raises errors that `sim` prints.
+    """
     seeds = range(options.seed, options.seed + options.seeds)
     print(f"seeds {seeds[0]} to {seeds[-1]}", flush=True)
     wanted = options.workload
@@ -157,9 +168,9 @@ def run(options: argparse.Namespace) -> int:
 def replicas_experiment(
     traffic: Iterable[Traffic], arms: Sequence[Arm], seeds: Sequence[int], folder: Path
 ) -> Experiment[ReplicasSummary]:
-    """Every workload under every arm, each with all seeds; traces are generated into `folder`.
+    """Return the experiment of every workload under every arm with all seeds.
 
-    The first of `arms` is what the others are compared with.
+    Traces are generated into `folder`. The first of `arms` is the reference.
     """
     cells: list[tuple[Traffic, Arm]] = []
     jobs: list[RunSettings] = []
@@ -203,7 +214,7 @@ def replicas_experiment(
 def _by_cell(
     cells: Sequence[tuple[Traffic, Arm]], results: Results
 ) -> Mapping[tuple[Traffic, Arm], list[Result]]:
-    """What has ended, in the order of the table."""
+    """Return the completed runs by cell, in the order of the table."""
     found: dict[tuple[Traffic, Arm], list[Result]] = {}
     for number, cell in enumerate(cells):
         if number in results:
@@ -229,7 +240,7 @@ def _range(values: Sequence[float]) -> Range:
 
 
 def _rows(summary: ReplicasSummary) -> list[list[str]]:
-    """Of each row the mean over its seeds; the hit rate also with the least and the greatest."""
+    """Return the rows with means over seeds; the hit rate also has its minimum and maximum."""
     head = (
         "workload, pickers, sharing, requests reach pickers, hit rate, of one picker's, TTFT mean, "
         "of one picker's, TTFT p90, busiest pod over mean"

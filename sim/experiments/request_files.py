@@ -1,4 +1,6 @@
-"""A run's requests on disk, written as they end: a table for tools, a file of decisions for eyes."""
+"""A run's requests on disk, written as they end: a Parquet table and a JSON Lines file of
+decisions.
+"""
 
 import math
 from functools import lru_cache
@@ -17,9 +19,9 @@ from sim.measurement.measures import queue_of, tpot_of, ttft_of
 ROWS_PER_BATCH: Final = 16_384
 
 _POOLS_KEPT_MAX: Final = 16
-"""Sets of candidates of which it is kept how they are written."""
+"""Maximum number of candidate sets whose JSON structure is cached."""
 _PLACE: Final = "\0"
-"""Stands for a number; no name has it."""
+"""Placeholder for a number; no endpoint name contains it."""
 _NOBODY: Final = msgspec.Raw(b"[]")
 _ENCODE: Final = msgspec.json.Encoder().encode
 
@@ -46,9 +48,10 @@ _SCHEMA: Final = pa.schema(
 
 
 class RequestTable:
-    """`requests.parquet`: one row a request, in the order in which they ended.
+    """The file `requests.parquet`: one row a request, in the order in which they ended.
 
-    Times that there were not are null: `pod` of a refused request, `tpot_s` of a one-token answer.
+    Values that do not exist are null, such as `pod` of a refused request or `tpot_s` of a one-token
+    answer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -82,7 +85,7 @@ class RequestTable:
             self._flush()
 
     def close(self) -> None:
-        """Write the rest; the file is readable from now on."""
+        """Write the remaining rows; the file is readable from then on."""
         self._flush()
         self._writer.close()
 
@@ -94,16 +97,16 @@ class RequestTable:
 
 
 class DecisionFile:
-    """`decisions.jsonl`: one line a request, in the order of their arrival.
+    """The file `decisions.jsonl`: one line a request, in the order of arrival.
 
-    A line is known when its request has ended, and waits until all before it have. `time_s` is null
-    for one that never got to a picker, `served` names the pod that the gateway asked in the place of
-    `endpoint`, null if none, `matched_blocks` and `total_blocks` count full blocks of
-    the picker's index, and `candidates` is empty for a policy that scores none.
+    A line is complete when its request has ended, and is written after all lines before it.
+    `time_s` is null for a request that never reached a picker. `served` names the pod that the
+    gateway used instead of `endpoint`, or is null. `matched_blocks` and `total_blocks` count full
+    blocks of the picker's index. `candidates` is empty for a policy that does not score.
 
-    Of requests that `note` was given, candidates also have what was `known` of them when they were
-    scored, null for what was not, and their `costs` by each scorer that tells them, in its own unit;
-    and the line has what of the request the scorers went by.
+    If a request was passed to `note`, its candidates also have the inputs that were `known` when
+    they were scored (null for unknown ones), and their `costs` by each scorer that reports costs,
+    in its own unit. The line then also has the numbers of the request that scorers use.
     """
 
     def __init__(self, path: Path) -> None:
@@ -113,14 +116,17 @@ class DecisionFile:
         self._next = 0
 
     def note(self, request: SimulatedRequest) -> None:
-        """Keep what its candidates were like, just after it was decided; `add` follows when it has ended."""
+        """Record the inputs of the candidates just after the decision; `add` follows when the
+        request has ended.
+        """
         route = request.route
         if route is not None and route.decision is not None:
-            # As text: a later decision changes what the candidates are views of.
+            # The inputs are stored as text, because later decisions change the arrays behind the
+            # candidates.
             self._noted[request.sequence] = msgspec.Raw(_ENCODE(scored_by(route.decision.leg)))
 
     def add(self, request: SimulatedRequest) -> None:
-        """Write one request that has ended, and what waited for it."""
+        """Write one request that has ended, and the later lines that waited for it."""
         route = request.route
         decision = route.decision if route is not None else None
         noted = self._noted.pop(request.sequence, None)
@@ -150,7 +156,7 @@ class DecisionFile:
             self._next += 1
 
     def close(self) -> None:
-        """Write what still waits: after an interrupted run some requests have not ended."""
+        """Write the waiting lines; after an interrupted run some requests have not ended."""
         for sequence in sorted(self._waiting):
             self._file.write(self._waiting[sequence] + b"\n")
         self._waiting.clear()
@@ -158,10 +164,10 @@ class DecisionFile:
 
 
 def candidates_of(leg: Leg) -> msgspec.Raw:
-    """Those that were scored: what each held, its sum, and what every scorer added to it; as JSON.
+    """Return the scored candidates as JSON: matched blocks, total score, and each scorer's part.
 
-    The numbers of all are encoded together and put in their places, column by column: an object for
-    each candidate, and one for its parts, would cost twice as much.
+    All numbers are encoded together and inserted column by column. An object for each candidate,
+    and one for its parts, would take twice as long.
     """
     candidates, scored = leg.candidates, leg.scored
     n, columns = len(scored.total), 2 + len(leg.scorers)
@@ -177,7 +183,10 @@ def candidates_of(leg: Leg) -> msgspec.Raw:
 
 @lru_cache(_POOLS_KEPT_MAX)
 def _around_numbers(names: tuple[str, ...], scorers: tuple[str, ...]) -> list[bytes]:
-    """The JSON of such candidates in pieces, with an empty one for each number; not to be changed."""
+    """Return the JSON of such candidates in pieces, with an empty piece for each number.
+
+    Callers must not change the list, because it is cached.
+    """
     places = dict.fromkeys(scorers, _PLACE)
     objects = [
         {"endpoint": name, "matched_blocks": _PLACE, "score": _PLACE, "parts": places}

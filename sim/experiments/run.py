@@ -1,4 +1,4 @@
-"""One run: a trace, a policy, a cluster and a seed in; what happened out."""
+"""One run of the simulator, from a trace, a policy, a cluster and a seed to its results."""
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,46 +42,55 @@ from sim.traces.reading import ReadOptions, Trace
 from sim.traces.variation import varied
 
 GARBAGE_THRESHOLDS: Final = (50_000, 20, 20)
-"""A run makes hardly any cycles: looking for them as often as Python does takes an eighth of it."""
+"""Thresholds of the garbage collector. A run creates hardly any cycles, and Python's default
+thresholds take an eighth of its time.
+"""
 
 SPAN_S_MAX: Final = 366 * 86_400.0
-"""Of the arrivals: more is a clock that was set on the way, and of microseconds a float keeps few."""
+"""Maximum span of the arrivals. A longer one means that a clock was set during the recording, and a
+float would lose microseconds.
+"""
 
 
 class RunSettings(Struct, frozen=True, kw_only=True):
-    """All that a run depends on; can be sent to another process."""
+    """All parameters of a run; they can be sent to another process."""
 
     trace: str
     policy: PolicySource
     cluster: ClusterSettings
     seed: int = 1
     repetition: int = 0
-    """0: the trace as it is; any other: other traffic like it, which `seed` decides."""
+    """Repetition; 0 is the trace as it is, and others are other traffic like it, decided by `seed`.
+    """
     read: ReadOptions = field(default_factory=ReadOptions)
     requests_from: int = 0
-    """Left out at the beginning: the first of the others comes at 0 s."""
+    """Number of requests skipped at the beginning; the next one arrives at 0 s."""
     requests_max: int | None = None
-    """Of those that are left."""
+    """Maximum number of requests after the skipped ones, or None for all."""
     jitter_s: Seconds | None = None
-    """None: as wide as the grid of the trace's clock."""
+    """Width of the jitter of arrivals; None for the resolution of the trace's clock."""
     speed: float = 1.0
     through_bytes: bool = False
-    """Have the production parser read and hash bodies instead of handing it hashes."""
+    """Let the production parser read and hash bodies instead of using prepared hashes."""
     fault_gap_s: Seconds | None = None
-    """Mean time between two faults; None: none is drawn."""
+    """Mean time between two random faults, or None for no faults."""
     scenario: Scenario | None = None
-    """What happens at told instants; its pods and scrapes are in `cluster` already."""
+    """Events at given times, or None; its pods and scrapes are in `cluster` already."""
     targets: Targets = field(default_factory=Targets)
     warm_up_s: Seconds | None = None
-    """Left out of all figures; None: as `Measures` has it by how long requests arrive."""
+    """Time at the start that is excluded from all figures; None for the default of `Measures`,
+    which depends on the span of the arrivals.
+    """
     busiest_s: Seconds | None = None
-    """Length of the busiest part, which the summary then tells; None: it does not."""
+    """Length of the busiest part that the summary reports, or None for no such part."""
     check: bool = False
     """Check the invariants after every event."""
 
 
 class Run:
-    """A run that can be watched: `listeners` get each request as it ends, `decided` as it is routed."""
+    """A run that can be observed: `listeners` get each request as it ends, `decided` as it is
+    routed.
+    """
 
     def __init__(
         self,
@@ -90,12 +99,12 @@ class Run:
         decided: Callable[[SimulatedRequest], None] | None = None,
         held: HeldTrace | None = None,
     ) -> None:
-        """Raises `TraceError`, `OSError` and `ConfigError`.
+        """Open the trace and build the cluster. Raises `TraceError`, `OSError` and `ConfigError`.
 
-        `held` is the trace of `settings`, if it has been read before; None: it is read from its file.
+        `held` is the trace of `settings` if it was read before, or None to read it from its file.
         """
         self.settings = settings
-        """With the width of the jitter that is in effect."""
+        """The settings, with the jitter that is in effect."""
         self.stopped = False
         self._held = held
         self.trace: Trace = held or open_trace(Path(settings.trace), settings.read)
@@ -145,9 +154,9 @@ class Run:
     def ceilings(
         self, watched: Callable[[Iterator[Arrival]], Iterator[Arrival]] = iter
     ) -> Ceilings | None:
-        """The hit rates that these requests allow at most, from one more pass over the trace.
+        """Return the maximum hit rates of these requests, from one more pass over the trace.
 
-        `watched` gets the arrivals and hands them on. None if `stop` is called on the way.
+        `watched` receives the arrivals and yields them again. None if `stop` is called meanwhile.
         """
         pods = self.settings.cluster.pods
         hits = Hits(
@@ -175,7 +184,8 @@ class Run:
         settings = self.settings
         requests_max, jitter_s = settings.requests_max, settings.jitter_s
         if jitter_s is None and settings.repetition:
-            # Of the trace as it is: where blocks of it meet, its clock has other ticks.
+            # The resolution is that of the original trace, because the joints of resampled blocks
+            # would hide it.
             jitter_s = grid_s(islice(self.trace, requests_max))
         self.variation = varied(
             self.trace,
@@ -198,7 +208,7 @@ class Run:
         )
 
     def run(self) -> None:
-        """Until the last request has ended, or until `stop`."""
+        """Run until the last request has ended, or until `stop`."""
         if self.stopped:
             return
         thresholds = gc.get_threshold()
@@ -211,8 +221,11 @@ class Run:
                 self.measures.failing_plugins += policy.failing_plugins()
 
     def summary(self) -> RunSummary:
-        """What was measured, how many pods there were, what pickers told each other if they did, and
-        where there may be some, hits by tier, retries and requests that the gateway took elsewhere.
+        """Return the measurements, the size of the pool, and the traffic between pickers if there
+        was any.
+
+        Where they can exist, hits by tier, retries and requests that the gateway rescheduled are
+        included.
         """
         settings, cluster = self.settings.cluster, self.cluster
         scenario, pods = self.settings.scenario, cluster.pods.count.totals()
@@ -244,9 +257,9 @@ class Run:
         )
 
     def stop(self) -> None:
-        """Let `run` return after the event that runs: what is measured by then is whole.
+        """Let `run` return after the current event, so that the measurements are consistent.
 
-        An exception in the middle of an event would leave half of it behind.
+        An exception in the middle of an event would leave it half done.
         """
         self.stopped = True
         self.cluster.loop.stop()
@@ -257,7 +270,7 @@ class Run:
 
 
 def jitter_in_effect_s(settings: RunSettings) -> Seconds:
-    """How wide a run spreads its arrivals; reads the beginning of the trace if that decides."""
+    """Return the width of a run's jitter; reads the beginning of the trace if that decides it."""
     if settings.jitter_s is not None:
         return settings.jitter_s
     trace = open_trace(Path(settings.trace), settings.read)
@@ -265,21 +278,23 @@ def jitter_in_effect_s(settings: RunSettings) -> Seconds:
 
 
 def _configured(scenario: Scenario, cluster: ClusterSettings) -> Iterator[SchedulerSettings | None]:
-    """What pickers will decide by later."""
+    """Yield the settings that pickers get during the run."""
     for incident in scenario.incidents:
         if isinstance(incident, Configure):
             yield cluster.opener(incident.policy)(0).settings
 
 
 def _indexes(configured: Iterable[SchedulerSettings | None]) -> list[Any]:
-    """What these look prompts up in; None is a baseline."""
+    """Return all prefix indexes of the given settings; None stands for a baseline."""
     return [index for settings in configured if settings for index in settings.indexes.values()]
 
 
 def _told_block_tokens(
     configured: Iterable[SchedulerSettings | None], cluster: ClusterSettings
 ) -> tuple[int, ...]:
-    """The sizes of blocks of indexes that engines tell. `ConfigError` for one that engines' do not fit."""
+    """Return the block sizes of indexes that receive KV-cache events. Raises `ConfigError` if an
+    index's block size is not a multiple of the engines' block size.
+    """
     hearing = (index for index in _indexes(configured) if index.abilities.hears_engines)
     sizes = sorted({index.block_tokens for index in hearing})
     of_engines = {kind.engine.block_size_tokens for kind in cluster.pods}
@@ -288,7 +303,7 @@ def _told_block_tokens(
             if size % block_tokens:
                 problem = (
                     f"blockSizeTokens is {size}, expected a multiple of {block_tokens}: simulated "
-                    "engines tell of blocks of so many tokens"
+                    "engines report blocks of this size"
                 )
                 raise ConfigError([problem])
     return tuple(sizes)
@@ -297,7 +312,7 @@ def _told_block_tokens(
 def _hashed(
     configured: Iterable[SchedulerSettings | None], told: Sequence[int]
 ) -> Callable[[Arrival, PromptHashes], InferenceRequest]:
-    """`request_of` for the block sizes in which these look prompts up, and for `told`."""
+    """Return `request_of` for the block sizes of these settings' indexes and for `told`."""
     counting = (index for index in _indexes(configured) if index.abilities.counts_blocks)
     sizes = tuple(sorted({index.block_tokens for index in counting}))
 
@@ -313,7 +328,7 @@ def _parsed(path: str, told: Sequence[int]) -> Callable[[Arrival, PromptHashes],
             parsed = request_through_bytes(arrival)
         except ValueError as problem:
             raise TraceError(path, 0, "", str(problem)) from problem
-        # Its tokens are those of the trace, whatever its text is.
+        # The token hashes are those of the trace, independent of the text.
         chains = {size: (hashes.picker_chain(size),) for size in told}
         return replace(parsed, token_chains=chains)
 
@@ -321,7 +336,7 @@ def _parsed(path: str, told: Sequence[int]) -> Callable[[Arrival, PromptHashes],
 
 
 def _refusing_ages(arrivals: Iterable[Arrival], settings: RunSettings) -> Iterator[Arrival]:
-    """The same arrivals; `TraceError` at one that nobody would wait for."""
+    """Yield the same arrivals. Raises `TraceError` at one that lies too far in the future."""
     for arrival in arrivals:
         wait_s = max(arrival.time_s, arrival.think_s)
         if wait_s > SPAN_S_MAX:
@@ -336,7 +351,7 @@ def _refusing_ages(arrivals: Iterable[Arrival], settings: RunSettings) -> Iterat
 
 
 def _refusing_adapters(arrivals: Iterable[Arrival], path: str) -> Iterator[Arrival]:
-    """The same arrivals; `TraceError` at one for an adapter, which no pod would serve."""
+    """Yield the same arrivals. Raises `TraceError` at one for an adapter, which no pod could serve."""
     for arrival in arrivals:
         if arrival.adapter:
             raise TraceError(
@@ -349,7 +364,8 @@ def _refusing_adapters(arrivals: Iterable[Arrival], path: str) -> Iterator[Arriv
 
 
 def refusing_odd_blocks(arrivals: Iterable[Arrival], path: str) -> Iterator[Arrival]:
-    """The same arrivals; `TraceError` at one whose blocks no text can tell apart for the picker.
+    """Yield the same arrivals. Raises `TraceError` at one whose blocks cannot be distinguished as
+    text.
 
     Stretches of any length can be: their ids fit into the first token, or the text is refused.
     """

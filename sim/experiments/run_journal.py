@@ -1,7 +1,7 @@
-"""Runs that have ended, a line each, in a file: a command that was stopped goes on where it was.
+"""A journal of completed runs, one line each, so that a stopped command can resume.
 
-The first line says of what they are. Whoever opens the file for something else is refused: figures
-of other traffic, or by other rules, would pass for its own.
+The first line describes the conditions of the runs. Opening the file under other conditions is
+refused, because figures of other traffic or other rules would be mixed in.
 """
 
 import fcntl
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class StoppedError(Exception):
-    """Ctrl-C: there will be no more runs."""
+    """Ctrl-C was pressed, so there are no more runs."""
 
 
 class _Line(Struct, frozen=True):
@@ -30,17 +30,17 @@ class _Line(Struct, frozen=True):
 
 
 class RunJournal:
-    """Leaving the context closes it. One process at a time has it open."""
+    """A journal that one process at a time has open. Leaving the context closes it."""
 
     def __init__(self, path: Path, about: Mapping[str, str]) -> None:
-        """Open or begin the file; `about`: what the runs are of, name in words -> value.
+        """Open or create the file. `about` describes the conditions of the runs as name -> value.
 
-        Raises `OutputError` if it is about something else, is open elsewhere or is damaged, and
-        `OSError`.
+        Raises `OSError`, and `OutputError` if the conditions differ, or the file is open elsewhere
+        or damaged.
         """
         self._path = path
         self._runs: dict[str, KeptRun] = {}
-        # Neither emptied nor made anew: what is there is wanted.
+        # The file is neither truncated nor replaced, because its content is needed.
         self._file: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         try:
             self._begin(about)
@@ -63,11 +63,11 @@ class RunJournal:
         return len(self._runs)
 
     def get(self, key: str) -> KeptRun | None:
-        """The run of that key, if it has ended."""
+        """Return the run with that key, or None if it has not ended."""
         return self._runs.get(key)
 
     def add(self, key: str, run: RunSummary) -> KeptRun:
-        """Write it down; what is returned is what `get` will have."""
+        """Store the run, and return what `get` will return for it."""
         kept = KeptRun(**{name: getattr(run, name) for name in KeptRun.__struct_fields__})
         self._write(_Line(key, kept))
         self._runs[key] = kept
@@ -79,11 +79,11 @@ class RunJournal:
         measured: Callable[[Sequence[T]], Iterable[tuple[int, RunSummary]]],
         advance: Callable[[], None],
     ) -> list[KeptRun]:
-        """The run of each key, in order: what is written down, and the rest as `measured` has it.
+        """Return the run of each key, in order: the stored ones, and the rest from `measured`.
 
-        `measured`: those to run -> (place among them, its run), in any order, and not all once it is
-        stopped. `advance` is called for each run that there is. Raises `StoppedError`, and as
-        `measured`.
+        `measured` takes the items to run and yields (position among them, run) in any order; after
+        a stop it may yield fewer. `advance` is called for each available run. Raises
+        `StoppedError`, and what `measured` raises.
         """
         new = {key: one for key, one in wanted if key not in self._runs}
         for _ in range(len(wanted) - len(new)):
@@ -103,7 +103,7 @@ class RunJournal:
         except BlockingIOError:
             raise OutputError(f"{self._path} is in use by another process") from None
         content = self._file.read()
-        # A process that was killed may have left half a line.
+        # A process that was killed may have left an incomplete line.
         whole = content[: content.rfind(b"\n") + 1]
         self._file.truncate(len(whole))
         self._file.seek(len(whole))
@@ -120,8 +120,8 @@ class RunJournal:
         for name in dict.fromkeys([*about, *was]):
             if was.get(name) != about.get(name):
                 raise OutputError(
-                    f"{self._path.parent} was begun with {name} {was.get(name, 'unsaid')}, not "
-                    f"{about.get(name, 'unsaid')}; choose another --out or begin anew with --force"
+                    f"{self._path.parent} was started with {name} {was.get(name, 'none')}, not "
+                    f"{about.get(name, 'none')}; choose another --out or start again with --force"
                 )
 
     def _decoded(self, line: bytes, number: int, kind: type[T]) -> T:
@@ -132,7 +132,7 @@ class RunJournal:
 
     def _damaged(self, number: int) -> OutputError:
         return OutputError(
-            f"{self._path}:{number} is no run that has ended; begin anew with --force"
+            f"{self._path}:{number} is not a completed run; start again with --force"
         )
 
     def _write(self, line: object) -> None:

@@ -45,17 +45,18 @@ from sim.traces.reading_flags import add_reading_flags, read_options
 
 PODS: Final = 8
 RUNS_MAX: Final = 1_000
-"""Of seeds, of points of a sweep, and of processes at once."""
+"""Maximum number of seeds, of points of a sweep, and of concurrent processes."""
 POLICY_HELP: Final = "an EndpointPickerConfig in a file, or a name that sim strategies lists"
 
 
 def add_run_options(
     parser: argparse.ArgumentParser, *, several_replicas: bool = False, trace_required: bool = True
 ) -> None:
-    """Add the flags that describe a run, in groups: trace, pods, pickers, delays, failures, figures.
+    """Add the flags that describe a run, in groups: trace, pods, pickers, delays, failures,
+    figures.
 
-    `several_replicas`: --replicas takes a list of numbers to compare. `trace_required`: False if
-    the command can also do without TRACE, which is None then.
+    With `several_replicas`, --replicas takes a list of numbers to compare. `trace_required` is
+    False if the command can also do without TRACE, which is None then.
     """
     parser.add_argument("trace", metavar="TRACE", nargs=None if trace_required else "?",
         help="a trace file; the format is found by its content")  # fmt: skip
@@ -69,7 +70,7 @@ def add_run_options(
 
 
 def _add_traffic_options(parser: argparse.ArgumentParser) -> None:
-    """Which requests of the trace are sent, and when."""
+    """Add the flags for which requests of the trace are sent, and when."""
     add = parser.add_argument_group("Traffic").add_argument
     add("--requests", type=_count, metavar="N", help="only the first N requests")
     add("--speed", type=_positive, default=1.0, metavar="X", help="requests arrive X times as fast")
@@ -77,12 +78,12 @@ def _add_traffic_options(parser: argparse.ArgumentParser) -> None:
         help="spread arrivals over S seconds (default: the grid of the trace's clock)")  # fmt: skip
     add("--through", choices=("hashes", "bytes"), default="hashes",
         help="bytes: the production parser also reads the body of each request (hashes)")  # fmt: skip
-    add("--no-cache", action="store_true", help="read the trace's own file even if it is large: "
-        "else it is kept as it was read in $XDG_CACHE_HOME or ~/.cache, in homing/traces")  # fmt: skip
+    add("--no-cache", action="store_true", help="read the trace's own file even if it is large "
+        "(default: cache its parsed form in homing/traces in $XDG_CACHE_HOME or ~/.cache)")  # fmt: skip
 
 
 def _add_pod_options(parser: argparse.ArgumentParser) -> None:
-    """The simulated pods."""
+    """Add the flags for the simulated pods."""
     group = parser.add_argument_group("Pods")
     add = group.add_argument
     add("--profile", action="append", type=profile_named, metavar="NAME|FILE.toml",
@@ -95,7 +96,7 @@ def _add_pod_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_delay_options(parser: argparse.ArgumentParser) -> None:
-    """How late the picker learns what pods do."""
+    """Add the flags for delays until the picker learns about changes of pods."""
     add = parser.add_argument_group("Delays").add_argument
     add("--scrape-interval", type=_positive, metavar="S",
         help="seconds between two scrapes of a pod (default: as epp serve)")  # fmt: skip
@@ -110,26 +111,26 @@ def _add_delay_options(parser: argparse.ArgumentParser) -> None:
     add("--tokenize-timeout", type=_positive, default=0.02, metavar="S",
         help="longest wait for the renderer, in seconds (0.02)")  # fmt: skip
     add("--kv-events", type=_kv_events, metavar="DELAY[:LOSS]", help="engines report their cached "
-        "blocks to pickers, DELAY seconds late; a share LOSS of the frames is lost (default: they "
+        "blocks to pickers DELAY seconds late; a share LOSS of the frames is lost (default: they "
         "report nothing)")  # fmt: skip
     add("--response-chunks", action="store_true", help="the picker observes first tokens")
 
 
 def _add_failure_options(parser: argparse.ArgumentParser) -> None:
-    """What goes wrong."""
+    """Add the flags for failures."""
     add = parser.add_argument_group("Failures").add_argument
     add("--abort-share", type=_share, default=0.0, metavar="P",
-        help="share of the clients that lose patience (0)")  # fmt: skip
+        help="share of the clients that abort their request (default: 0)")  # fmt: skip
     add("--abort-after", type=_positive, default=10.0, metavar="S",
-        help="mean patience of these clients, in seconds (10)")  # fmt: skip
+        help="mean time until these clients abort, in seconds (default: 10)")  # fmt: skip
     add("--faults-per-hour", type=_seconds, default=0.0, metavar="N",
-        help="random faults: pods that die, join or lag, and the like (0)")  # fmt: skip
+        help="random faults an hour: pods that fail, join or slow down, and others (default: 0)")  # fmt: skip
     add("--scenario", type=Path, metavar="FILE.toml",
         help="pods, events at given times, and the request rate over time")  # fmt: skip
 
 
 def _add_figure_options(parser: argparse.ArgumentParser) -> None:
-    """What is measured."""
+    """Add the flags for the measurements."""
     add = parser.add_argument_group("Figures").add_argument
     add("--target-ttft", type=_positive, default=2.0, metavar="S",
         help="longest TTFT of a request that counts for goodput, in seconds (2)")  # fmt: skip
@@ -139,29 +140,31 @@ def _add_figure_options(parser: argparse.ArgumentParser) -> None:
         help="exclude requests that arrive in the first S seconds, because caches start cold "
         f"(default: a tenth of the arrivals, at most {WARM_UP_S_MAX:g}, where they take "
         f"{WARM_UP_FROM_S:g} s or more, else 0; sim size: what the caches need)")  # fmt: skip
-    add("--check", action="store_true", help="check all invariants after every event: slow")
+    add(
+        "--check", action="store_true", help="check all invariants after every event, which is slow"
+    )
 
 
 def _add_picker_options(parser: argparse.ArgumentParser, *, several_replicas: bool) -> None:
-    """How many pickers there are, who reaches which, and what they tell each other."""
+    """Add the flags for the pickers: their number, their share of requests, and their exchange."""
     add = parser.add_argument_group("Pickers").add_argument
     if several_replicas:
         add("--replicas", type=_counts, metavar="N,N,...", help="numbers of pickers to compare (1)")
     else:
         add("--replicas", type=_pickers, metavar="N", help="number of pickers (1)")
     add("--assignment", type=Assignment, choices=tuple(Assignment), metavar="|".join(Assignment),
-        help="which picker a request reaches; sticky: that of its session (random)")  # fmt: skip
+        help="which picker a request reaches; sticky: the one of its session (default: random)")  # fmt: skip
     add("--fallback-endpoints-max", type=_fallbacks, metavar="N",
-        help="endpoints that a picker names besides the first, as epp serve has it (0)")  # fmt: skip
+        help="endpoints that a picker names in addition to the first, as in epp serve (default: 0)")  # fmt: skip
     add("--picker-away", type=_restart, action="append", metavar="N:FROM:TO",
-        help="picker N (from 0) dies, and a new one takes its place; from 0 s: it joins late")  # fmt: skip
+        help="picker N (from 0) fails at FROM, and a new one replaces it at TO; with FROM 0 it joins late")  # fmt: skip
     add("--peer-delay", type=_seconds, metavar="S", help="pickers send each other their decisions, "
         "which arrive S seconds later (default: they share nothing)")  # fmt: skip
     add("--peer-loss", type=_share, metavar="P", help="share of these frames that is lost (0)")
     add("--peer-interval", type=_positive, metavar="S",
         help=f"seconds over which decisions are collected into a frame ({OUTGOING_INTERVAL_S:g})")  # fmt: skip
     add("--peer-partition", type=_partition, action="append", metavar="FROM:TO:N,N,...",
-        help="no frame passes between these pickers and the others")  # fmt: skip
+        help="no frame passes between these pickers and the others from FROM to TO")  # fmt: skip
     add("--peer-slow", type=_slow_peer, action="append", metavar="N:S",
         help="frames to and from picker N take S seconds longer")  # fmt: skip
     add("--peer-snapshot", action=argparse.BooleanOptionalAction, default=None,
@@ -176,10 +179,11 @@ def run_settings(
     *,
     replicas: int | None = None,
 ) -> RunSettings:
-    """The run that the command line describes, or the same on other traffic of its kind.
+    """Return the run that the command line describes; a `repetition` above 0 has other traffic like
+    it.
 
-    With `replicas` pickers if that is given, in the place of the flag. Raises
-    `ClusterSettingsError` and `ScenarioError`.
+    `replicas`, if given, replaces the flag's number of pickers. Raises `ClusterSettingsError` and
+    `ScenarioError`.
     """
     profiles = options.profile or [find_profile(DEFAULT_PROFILE)]
     for profile in profiles:
@@ -248,17 +252,17 @@ def run_settings(
 
 
 def _scenario(options: argparse.Namespace, policy: PolicySource, usual: PodKind) -> Scenario | None:
-    """What `--scenario` names, if it goes with the other flags."""
+    """Return the scenario of `--scenario`, or None without one. Raises an error if other flags
+    contradict it.
+    """
     if options.scenario is None:
         return None
     scenario = scenario_in(options.scenario, usual)
     if scenario.pods and options.pods is not None:
-        raise ClusterSettingsError(
-            f"{options.scenario} says which pods there are: leave out --pods"
-        )
+        raise ClusterSettingsError(f"{options.scenario} defines the pods: leave out --pods")
     if (scenario.joins or scenario.autoscaler) and options.faults_per_hour:
         raise ClusterSettingsError(
-            f"{options.scenario} says which pods join, and faults would add others: leave out "
+            f"{options.scenario} defines which pods join, and faults would add others: leave out "
             "--faults-per-hour"
         )
     if scenario.configures and not policy.text:
@@ -267,8 +271,8 @@ def _scenario(options: argparse.Namespace, policy: PolicySource, usual: PodKind)
         )
     if scenario.reschedules and not policy.text:
         raise ClusterSettingsError(
-            f"{options.scenario} has a gateway ask what is named second, and {policy.name} names one "
-            "endpoint alone"
+            f"{options.scenario} lets a gateway try the second endpoint, and {policy.name} names only "
+            "one"
         )
     return scenario
 
@@ -276,7 +280,9 @@ def _scenario(options: argparse.Namespace, policy: PolicySource, usual: PodKind)
 def _plan(
     options: argparse.Namespace, scenario: Scenario | None, replicas: int | None
 ) -> PickersPlan:
-    """What the flags or the scenario say of pickers. `ClusterSettingsError` if it makes no sense."""
+    """Return the pickers of the flags or the scenario. Raises `ClusterSettingsError` for
+    contradictions.
+    """
     flags = {
         "count": options.replicas,
         "assignment": options.assignment,
@@ -293,18 +299,18 @@ def _plan(
         flags["count"] = replicas
     told = None if scenario is None else scenario.pickers
     plan = pickers_plan(flags, told, str(options.scenario))
-    # Of several numbers of pickers one may be 1.
+    # Some of several numbers of pickers may be 1.
     counts = options.replicas if isinstance(options.replicas, tuple) else (plan.pickers.count,)
     if plan.peers is not None and max(counts) == 1:
         raise ClusterSettingsError(
-            "--peer-delay (peer_delay_s) needs two pickers or more, by --replicas (count): one has "
-            "nobody to tell"
+            "--peer-delay (peer_delay_s) needs at least two pickers, by --replicas (count): a single "
+            "picker has no peers"
         )
     return plan
 
 
 def _whole_tuple(given: list[Any] | None) -> tuple[Any, ...] | None:
-    """Of a flag that may be repeated."""
+    """Return the values of a repeatable flag as a tuple, or None if it was not given."""
     return None if given is None else tuple(given)
 
 
@@ -322,7 +328,7 @@ def _kv_event_conditions(told: KVEventSettings | None) -> dict[str, float]:
 
 
 def tell_warnings(settings: RunSettings) -> None:
-    """Print a warning on stderr for all that looks like a mistake in the trace.
+    """Print a warning on stderr for each likely mistake in the trace.
 
     Raises the errors that opening the trace raises.
     """
@@ -331,7 +337,7 @@ def tell_warnings(settings: RunSettings) -> None:
 
 
 def _reading_conditions(read: ReadOptions) -> dict[str, Any]:
-    """Return the flags about columns, units and tokens of the trace that were set, for reports."""
+    """Return the given flags about columns, units and tokens of the trace, for reports."""
     told = {
         "columns": dict(read.columns),
         "time_unit": read.time_unit,
@@ -341,10 +347,10 @@ def _reading_conditions(read: ReadOptions) -> dict[str, Any]:
 
 
 def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
-    """What was run, for reports; of several runs that differ in nothing but policy, number of
-    pickers, seed and speed.
+    """Return the conditions of one or more runs, for reports.
 
-    `report.condition_rows` has it for people. Raises as the reading of the trace does.
+    The runs may differ only in policy, number of pickers, seed and speed. `report.condition_rows`
+    formats the result. Raises what reading the trace raises.
     """
     cluster, read = settings.cluster, settings.read
     profiles = [kind.profile.name for kind in cluster.pods]
@@ -392,7 +398,7 @@ def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
 
 
 def _estimate_conditions(pods: Iterable[PodKind]) -> dict[str, Any]:
-    """How far estimated profiles may be off, if any was estimated."""
+    """Return the possible errors of estimated profiles, if there are any."""
     told = {
         kind.profile.name: kind.profile.estimated.said for kind in pods if kind.profile.estimated
     }
@@ -400,7 +406,7 @@ def _estimate_conditions(pods: Iterable[PodKind]) -> dict[str, Any]:
 
 
 def _cache_conditions(pods: Sequence[PodKind]) -> dict[str, Any]:
-    """How many pods keep prompts in which way, if any does in another than vLLM's."""
+    """Return the number of pods by cache behaviour, if any differs from vLLM's."""
     if not any(kind.cache for kind in pods):
         return {}
     names = [cache_spelt(kind.cache) for kind in pods]
@@ -408,7 +414,9 @@ def _cache_conditions(pods: Sequence[PodKind]) -> dict[str, Any]:
 
 
 def _feature_conditions(pods: Sequence[PodKind]) -> dict[str, Any]:
-    """What engines do besides, if any does, and what it was checked against."""
+    """Return the additional engine features in use, if any, and the evidence that they were checked
+    with.
+    """
     used = dict.fromkeys(name for kind in pods for name in features_used(kind))
     spelt = [", ".join(map(feature_spelt, kind.features)) or "none" for kind in pods]
     told: dict[str, Any] = {}
@@ -426,7 +434,9 @@ def _peer_conditions(peers: PeerSettings | None) -> dict[str, Any]:
 
 
 def named_policies(names: list[str]) -> list[PolicySource]:
-    """The policies, each under a name of its own, or `PolicyNameError`, and as `policy_source`."""
+    """Return the policies, each under a unique name. Raises `PolicyNameError`, and what
+    `policy_source` raises.
+    """
     sources = [policy_source(name) for name in names]
     taken: dict[str, str] = {}
     for name, source in zip(names, sources, strict=True):
@@ -440,7 +450,7 @@ def named_policies(names: list[str]) -> list[PolicySource]:
 
 
 def count_of_runs(text: str) -> int:
-    """An integer that a command of many runs takes, for argparse."""
+    """Parse the number of runs of a command, for argparse."""
     return int(_number(text, lowest=1, highest=RUNS_MAX, integer=True))
 
 
@@ -525,7 +535,7 @@ def _positive(text: str) -> float:
 
 
 def _in_digits(number: float) -> str:
-    """Without an exponent, as people write it."""
+    """Format a number without an exponent."""
     return f"{number:,.6f}".rstrip("0").removesuffix(".")
 
 

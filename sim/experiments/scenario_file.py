@@ -1,7 +1,7 @@
-"""A scenario: what a user writes down of pods, of what happens to them, and of the rate of requests.
+"""A scenario file: pods, events that happen to them, and the rate of requests.
 
-TOML with tables of which none is needed: `[[pods]]`, `[[events]]` with a `kind` and `[[rates]]`, each
-any number of times, and one `[autoscaler]`, `[pickers]` and `[clients]`. Unknown keys are refused.
+The file is TOML, and every table is optional: any number of `[[pods]]`, `[[events]]` with a `kind`
+and `[[rates]]`, and one `[autoscaler]`, `[pickers]` and `[clients]`. Unknown keys are refused.
 """
 
 import tomllib
@@ -45,45 +45,47 @@ from sim.sentences import sentence_of, unread
 FILE_BYTES_MAX: Final = 1_000_000
 EVENTS_MAX: Final = 10_000
 PODS_MAX: Final = 1_000
-"""At the beginning and joining, together."""
+"""Maximum number of pods, including those that join."""
 
 Table = TypeVar("Table", bound=Struct)
 
 
 class ScenarioError(ValueError):
-    """A scenario cannot be read: one sentence with the file and the place in it."""
+    """A scenario cannot be read; the text is one sentence with the file and the position in it."""
 
 
 class Pods(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Pods that are alike."""
+    """Identical pods."""
 
     count: Annotated[int, Meta(ge=1, le=PODS_MAX)] = 1
     profile: str = ""
-    """As `--profile`, a file relative to this one; "": the first of `--profile`."""
+    """Profile in the form of `--profile`, with files relative to this one; "" for the first of
+    `--profile`.
+    """
     labels: dict[str, str] = field(default_factory=dict)
     speed: Annotated[float, Meta(ge=0.001, le=1_000.0)] = 1.0
-    """How many times as fast as the profile says."""
+    """Factor by which a pod is faster than its profile."""
     max_loras: Annotated[int, Meta(ge=0, le=10_000)] | None = None
-    """Adapter slots; as `--max-loras` if not told."""
+    """Adapter slots; None for the value of `--max-loras`."""
     cache: str = ""
-    """As `--cache`; "": as that is."""
+    """Prompt cache in the form of `--cache`; "" for the value of `--cache`."""
     engine: Annotated[tuple[str, ...], Meta(max_length=8)] | None = None
-    """As `--engine`, all of them; as those are if not told."""
+    """Engine features in the form of `--engine`; None for those of `--engine`."""
 
 
 class JoinEvent(Pods, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`Join`, as it is written."""
+    """The form of `Join` in the file."""
 
     at_s: Instant
     startup_s: Duration = 0.0
 
 
 class ConfigureEvent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`Configure`, as it is written."""
+    """The form of `Configure` in the file."""
 
     at_s: Instant
     config: str
-    """As `--config`, a file relative to this one."""
+    """Configuration in the form of `--config`, with files relative to this one."""
 
 
 EVENTS: Final[Mapping[str, type[Struct]]] = {
@@ -99,40 +101,42 @@ EVENTS: Final[Mapping[str, type[Struct]]] = {
     "peer-partition": PeerPartition,
     "reschedule": Reschedule,
 }
-"""`kind` of an event -> its other keys."""
+"""Type of the other keys by `kind` of an event."""
 
 
 class Scenario(Struct, frozen=True, kw_only=True):
-    """A scenario file, read; small enough to be sent to another process."""
+    """A parsed scenario file, small enough to be sent to another process."""
 
     file: str
-    """Its name, without the folder: the same scenario in another folder is the same run."""
+    """Name of the file without its folder, so that the same scenario in another folder is the same
+    run.
+    """
     pods: tuple[PodKind, ...] = ()
-    """Empty: as the flags say."""
+    """Pods at the start; empty to use those of the flags."""
     incidents: tuple[Incident, ...] = ()
     scrape_troubles: tuple[ScrapeTrouble, ...] = ()
     rates: tuple[Rate, ...] = ()
-    """Ascending, without overlap."""
+    """Changes of the request rate, ascending and without overlap."""
     clients: ClientSettings = ClientSettings()
     autoscaler: AutoscalerSettings | None = None
     pickers: PickersPlan | None = None
-    """None: as the flags say."""
+    """Pickers, or None to use those of the flags."""
     reschedules: tuple[Reschedule, ...] = ()
 
     @property
     def configures(self) -> bool:
-        """Pickers are configured on the way."""
+        """True if pickers get a new configuration during the run."""
         return any(isinstance(incident, Configure) for incident in self.incidents)
 
     @property
     def joins(self) -> bool:
-        """Pods join on the way."""
+        """True if pods join during the run."""
         return any(isinstance(incident, Join) for incident in self.incidents)
 
     def check(self, *, kinds: Sequence[PodKind], pickers: int) -> None:
-        """`ClusterSettingsError`, without the file, if it speaks of pods or pickers that there are not.
+        """Raise `ClusterSettingsError`, without the file's name, if a pod or picker does not exist.
 
-        `kinds`: the pods at the beginning.
+        `kinds` are the pods at the start.
         """
         pods = len(kinds)
         check_incidents(self.incidents, pods=pods)
@@ -161,9 +165,9 @@ class Scenario(Struct, frozen=True, kw_only=True):
 
 
 def scenario_in(path: Path, usual: PodKind) -> Scenario:
-    """What a file says; `usual` is a pod of which nothing is told. Raises `ScenarioError`.
+    """Return the scenario in a file; `usual` is the default pod. Raises `ScenarioError`.
 
-    `Scenario.check` has still to be called, when the number of pods and pickers is known.
+    The caller must call `Scenario.check` when the number of pods and pickers is known.
     """
     document = _document(path)
     tables = {name: _tables(path, document, name) for name in ("pods", "events", "rates")}
@@ -212,7 +216,7 @@ Event: TypeAlias = Incident | ScrapeTrouble | Reschedule | PickerRestart | PeerP
 
 
 def _event(path: Path, place: str, fields: dict[str, Any], usual: PodKind) -> Event:
-    """What one table of [[events]] says."""
+    """Return the event of one table of [[events]]."""
     kind = fields.pop("kind", None)
     if not isinstance(kind, str) or kind not in EVENTS:
         raise ScenarioError(f"{place}: expected a kind of {', '.join(EVENTS)}, got {kind!r}.")
@@ -243,7 +247,7 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def _tables(path: Path, document: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """Take [[name]] out of the document."""
+    """Remove and return the tables [[name]] of the document."""
     found = document.pop(name, [])
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         raise ScenarioError(f"{path}: {name}: expected tables under [[{name}]], got another value.")
@@ -255,7 +259,7 @@ def _tables(path: Path, document: dict[str, Any], name: str) -> list[dict[str, A
 
 
 def _table(path: Path, document: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """Take [name] out of the document; None if it is not there."""
+    """Remove and return the table [name] of the document, or None if it does not exist."""
     found = document.pop(name, None)
     if found is not None and not isinstance(found, dict):
         raise ScenarioError(f"{path}: {name}: expected a table [{name}], got another value.")
@@ -282,7 +286,7 @@ def _convert(place: str, fields: dict[str, Any], table: type[Table]) -> Table:
 
 
 def _kinds(path: Path, place: str, told: Pods, usual: PodKind) -> list[PodKind]:
-    """The pods of one table."""
+    """Return the pods of one table."""
     profile = usual.profile
     if told.profile:
         try:
@@ -324,7 +328,7 @@ def _policy(path: Path, place: str, config: str) -> PolicySource:
 
 
 def _named(path: Path, named: str) -> str:
-    """A file beside the scenario if there is one; else what it is."""
+    """Return the path beside the scenario if that file exists, else the name unchanged."""
     beside = path.parent / named
     file, colon, _ = named.partition(".toml:")
     there = (path.parent / f"{file}.toml").exists() if colon else beside.exists()

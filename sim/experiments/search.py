@@ -1,16 +1,17 @@
-"""Which configurations are tried, and which of them are looked at more closely.
+"""The search of a tuning: which configurations are tried, and which of them are measured further.
 
-Trials come in batches. Each of a batch runs on the first rung, a quarter of the traffic that tuning
-may see; the best third of them on the next, all of it (successive halving: Jamieson and Talwalkar,
-AISTATS 2016). What a trial costs is the logarithm of its figure over that of the present
-configuration on the very same requests, so that rungs can be compared with each other. Where one number is
-needed it is the sum of both costs: a gain of one per cent in either counts alike. What is given up of
-one beyond the tolerance counts `GIVEN_UP` times besides, for nobody is chosen who gives up more, and
-a search is to end among those who can be. By that number Optuna's tree-structured Parzen estimator
-proposes the next batch, from all that was told so far.
+Trials come in batches. All trials of a batch run on the first rung, a quarter of the tuning
+traffic. The best third of them run on the next rung, all of it (successive halving: Jamieson and
+Talwalkar, AISTATS 2016). The cost of a trial is the logarithm of its figure over that of the
+present configuration on exactly the same requests, so that rungs are comparable. Where one number
+is needed, it is the sum of both costs: a gain of one per cent in either counts the same. A loss in
+one objective beyond the tolerance counts `GIVEN_UP` times in addition. No configuration with a
+greater loss is chosen, so the search should end among the others. Optuna's tree-structured Parzen
+estimator proposes the next batch from all costs so far.
 
-A batch is as large whatever the machine, its sampler is seeded by its place, and results are told
-in the order of trials: the search depends on seed and measurements, and on nothing else.
+The size of a batch does not depend on the machine, its sampler is seeded by its position, and
+results are reported in the order of trials. The search therefore depends only on seed and
+measurements.
 """
 
 import math
@@ -26,20 +27,22 @@ from sim.experiments.power import PILOTS
 from sim.experiments.space import Space, Value
 
 BATCH: Final = 12
-"""Trials that are proposed together; the first batch is drawn at random."""
+"""Number of trials that are proposed together; the first batch is random."""
 RUNGS: Final = (0.25, 1.0)
-"""Share of the traffic for tuning, from its beginning."""
+"""Shares of the tuning traffic, from its beginning."""
 KEPT: Final = 1 / 3
-"""Of a batch, from one rung to the next."""
+"""Share of a batch that reaches the next rung."""
 GIVEN_UP: Final = 10.0
-"""Found on made-up landscapes, with what else may propose: docs/simulator.md has the table."""
+"""Weight of a loss beyond the tolerance. It was found on synthetic landscapes, together with the
+choice of the sampler: docs/simulator.md has the table.
+"""
 FINALISTS: Final = 4
-"""Of all trials that reached the last rung: these are given every seed."""
+"""Number of trials of the last rung that run with every seed."""
 
 Costs = tuple[float, ...]
-"""Of each objective: below 0 is better than the present configuration."""
+"""Cost of each objective; below 0 is better than the present configuration."""
 Measured = Callable[[int, Sequence[PolicySource]], Sequence[Costs]]
-"""(number of a rung, configurations) -> what each costs there."""
+"""Function (number of a rung, configurations) -> costs of each on that rung."""
 
 
 class Trial(Struct, kw_only=True):
@@ -49,26 +52,28 @@ class Trial(Struct, kw_only=True):
     values: dict[str, Value]
     policy: PolicySource
     hash: str = ""
-    """Of the configuration; "": it is none."""
+    """Hash of the configuration, or "" if it is invalid."""
     refused: str = ""
-    """Why it is none."""
+    """Reason why the configuration is invalid, or ""."""
     costs: list[Costs] = []
-    """Of each rung that it reached."""
+    """Costs on each rung that the trial reached."""
     cost: float = math.inf
-    """As one number, on the highest rung that it reached."""
+    """Costs as one number, on the highest rung that the trial reached."""
 
     @property
     def finished(self) -> bool:
-        """It reached the last rung."""
+        """True if the trial reached the last rung."""
         return len(self.costs) == len(RUNGS)
 
 
 class Search:
-    """Goes through the batches; `trials` has what is known at any moment."""
+    """A search through all batches; `trials` has the results so far."""
 
     def __init__(self, space: Space, *, trials: int, seed: int, tolerance: float) -> None:
-        """`tolerance`: share of an objective that may be given up for the other."""
-        # Half a second, which no other command of `sim` needs to wait for.
+        """Create the search. `tolerance` is the share of an objective that may be lost for the
+        other.
+        """
+        # The import takes half a second, which no other command of `sim` needs.
         from sim.experiments.proposals import Proposals  # noqa: PLC0415
 
         self.trials: list[Trial] = []
@@ -76,18 +81,19 @@ class Search:
         self._trials_max = trials
         self._tolerance = tolerance
         self._proposals = Proposals(space.dimensions, seed=seed, random=BATCH)
-        # Asked for the first batch before it is due: what that shows need not be run again.
+        # These proposals equal the first batch, so that the runs of pilots are used again.
         self._pilots = Proposals(space.dimensions, seed=seed, random=BATCH)
 
     def run(self, measured: Measured) -> None:
-        """All batches. What `measured` raises ends it."""
+        """Run all batches, until `measured` raises an exception."""
         while len(self.trials) < self._trials_max:
             self._batch(measured)
 
     def pilots(self, present_hash: str | None) -> list[PolicySource]:
-        """A few of the first batch, other than the present configuration and each other.
+        """Return a few configurations of the first batch that differ from the present one and each
+        other.
 
-        To be asked for once.
+        The method must be called once only.
         """
         found: dict[str, PolicySource] = {}
         asked = self._pilots.ask(min(BATCH, self._trials_max))
@@ -98,14 +104,16 @@ class Search:
         return list(found.values())[:PILOTS]
 
     def best(self) -> Trial | None:
-        """By their cost, of those that got furthest; None: none was measured."""
+        """Return the trial with the lowest cost on the highest rung, or None if none was measured."""
         ranked = sorted(
             (one for one in self.trials if one.costs), key=lambda one: (-len(one.costs), one.cost)
         )
         return ranked[0] if ranked else None
 
     def finalists(self, present_hash: str | None) -> list[Trial]:
-        """The best of those that finished, other than the present configuration and each other."""
+        """Return the best finished trials that differ from the present configuration and each
+        other.
+        """
         found: dict[str, Trial] = {}
         for one in sorted((one for one in self.trials if one.finished), key=lambda one: one.cost):
             if one.hash != present_hash:
@@ -113,8 +121,8 @@ class Search:
         return list(found.values())[:FINALISTS]
 
     def front(self) -> list[Trial]:
-        """Those that finished and of which none other is better in one objective and no worse in
-        the other.
+        """Return the Pareto front of the finished trials: no other trial is better in one objective
+        and no worse in the other.
         """
         return pareto([one for one in self.trials if one.finished])
 
@@ -144,13 +152,13 @@ class Search:
 
 
 def one_cost(costs: Costs, tolerance: float) -> float:
-    """Both objectives as one number: what a search makes small."""
+    """Return both costs as one number, which the search minimises."""
     allowed = math.log1p(tolerance)
     return sum(costs) + GIVEN_UP * sum(max(0.0, cost - allowed) for cost in costs)
 
 
 def pareto(trials: Sequence[Trial]) -> list[Trial]:
-    """Those that none dominates, by the first objective."""
+    """Return the trials that no other trial dominates, ordered by the first objective."""
     ordered = sorted(trials, key=lambda one: (one.costs[-1], one.number))
     front: list[Trial] = []
     for one in ordered:
@@ -160,7 +168,9 @@ def pareto(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def runs_expected(trials: int) -> int:
-    """Of all batches, at most, if on each rung the present configuration comes along."""
+    """Return the maximum number of runs of all batches, with the present configuration on each
+    rung.
+    """
     runs = 0
     for first in range(0, trials, BATCH):
         left = min(BATCH, trials - first)

@@ -1,14 +1,14 @@
-"""What `sim tune` varies in a configuration: weights, thresholds, and which plugin it is.
+"""The search space of `sim tune`: weights, thresholds and types of plug-ins.
 
-By default, of every filter and scorer in the profile:
+By default, for every filter and scorer of the profile:
 
-- the weight of each scorer, 0.1 to 10 on a logarithmic scale, or off; of a single scorer it does
-  not matter;
-- each number whose type has bounds: between them if it has two, else from a tenth of the present
-  value to ten times it, on a logarithmic scale; one that is 0, or not given, is left alone.
+- the weight of each scorer varies from 0.1 to 10 on a logarithmic scale, or is off; the weight of a
+  single scorer has no effect and is fixed;
+- each number whose type has bounds varies: between them if there are two, else from a tenth of the
+  present value to ten times it, on a logarithmic scale. A number that is 0 or not given is fixed.
 
-Which requests are refused is no matter of taste, how fast engines are one of measuring, and what an
-index may hold one of memory: these are varied only where a file asks for it.
+Rules for refusing requests, measured speeds of engines and memory limits of indexes are not a
+matter of tuning. They vary only if a file asks for it.
 """
 
 import math
@@ -36,30 +36,30 @@ from sim.sentences import unread
 WEIGHT_MIN: Final = 0.1
 WEIGHT_MAX: Final = 10.0
 OFF_FROM: Final = 0.05
-"""Weights are drawn from here; what is drawn below `WEIGHT_MIN` is off, one in eight or so."""
+"""Lower end of drawn weights. A weight below `WEIGHT_MIN`, about one in eight, is off."""
 AROUND: Final = 10.0
-"""Times less and more than the present value, where a type does not say between what it lies."""
+"""Factor below and above the present value, if the type has only one bound."""
 FILE_BYTES_MAX: Final = 1_000_000
 DIMENSIONS_MAX: Final = 100
 OFF: Final = "none"
-"""In the place of a plugin: it is left out of the profile."""
+"""Choice that removes a plug-in from the profile."""
 
 _MEASURED: Final = frozenset({"peakPrefillThroughput", "lruSize"})
-"""How fast engines are and what fits into memory: facts, of which a search would make a taste."""
+"""Parameters that are not varied: measured engine speeds, and memory limits."""
 _WITH_SEVERAL_PICKERS: Final = frozenset({"agreementBelow", "agreementKeyTokens"})
-"""Without effect where one picker decides, unless `agreement` says always."""
+"""Parameters without effect with a single picker, unless `agreement` says always."""
 
 Value = float | int | str
 Values = Mapping[str, Value]
-"""Name of a dimension -> what it is set to; of a choice its label."""
+"""Value of each dimension by its name; for a choice, its label."""
 
 
 class SpaceError(ValueError):
-    """There is nothing to vary, or a file that says what cannot be used: one sentence."""
+    """There is nothing to vary, or the file is invalid; the text is one sentence."""
 
 
 class What(StrEnum):
-    """What of a plugin is varied."""
+    """The property of a plug-in that is varied."""
 
     WEIGHT = "weight"
     PARAMETER = "parameter"
@@ -74,14 +74,16 @@ class Range(Struct, frozen=True, kw_only=True):
     logarithmic: bool = False
     integer: bool = False
     off_below: float = 0.0
-    """What is drawn below is 0."""
+    """Limit below which a drawn number becomes 0."""
 
     def __str__(self) -> str:
         low = max(self.low, self.off_below)
         return f"{low:g} to {self.high:g}{' or off' if self.off_below else ''}"
 
     def rounded(self, drawn: float) -> float | int:
-        """As it is written: weights to two digits, others to three, and never outside."""
+        """Return the number as it is written: weights with two digits, others with three, within
+        the range.
+        """
         if drawn < self.off_below:
             return 0
         if self.integer:
@@ -92,35 +94,35 @@ class Range(Struct, frozen=True, kw_only=True):
 
 
 class Choice(Struct, frozen=True, kw_only=True):
-    """One of several, as labels."""
+    """One of several values, by labels."""
 
     values: Mapping[str, Any]
-    """Label -> what stands in the document."""
+    """Value in the document by label."""
 
     def __str__(self) -> str:
         return ", ".join(self.values)
 
 
 class Dimension(Struct, frozen=True, kw_only=True):
-    """One thing that is varied."""
+    """One value that is varied."""
 
     plugin: str
-    """Its name in the document."""
+    """Name of the plug-in in the document."""
     what: What
     span: Range | Choice
     parameter: str = ""
     present: Value | None = None
-    """None: what it is now is not among what it may be."""
+    """Present value, or None if it is outside the range or the choices."""
 
     @property
     def name(self) -> str:
-        """For people, and unique."""
+        """Unique name for reports."""
         if self.what is What.PARAMETER:
             return f"{self.parameter} of {self.plugin}"
         return f"weight of {self.plugin}" if self.what is What.WEIGHT else f"type of {self.plugin}"
 
     def written(self, value: Value) -> Any:
-        """`value` as the document has it."""
+        """Return `value` as it is written in the document."""
         if isinstance(self.span, Choice):
             return self.span.values[str(value)]
         assert not isinstance(value, str)
@@ -128,10 +130,12 @@ class Dimension(Struct, frozen=True, kw_only=True):
 
 
 class Space:
-    """A configuration, and what may be another in it."""
+    """A configuration and the values that may vary in it."""
 
     def __init__(self, policy: PolicySource, *, pickers: int = 1, file: Path | None = None) -> None:
-        """Raises `SpaceError` for a baseline, for a bad `file`, and if there is nothing to vary."""
+        """Find the dimensions. Raises `SpaceError` for a baseline, an invalid `file`, or an empty
+        space.
+        """
         if not policy.text:
             raise SpaceError(
                 f"{policy.name} has no configuration: expected an EndpointPickerConfig in --config"
@@ -147,7 +151,7 @@ class Space:
             for one in _Asked(str(file), self._document, config).dimensions(rows):
                 found[one.name] = one
         if not found:
-            raise SpaceError(f"{policy.source} has nothing that can be varied: name it in --space")
+            raise SpaceError(f"{policy.source} has nothing to vary: name parameters in --space")
         if len(found) > DIMENSIONS_MAX:
             raise SpaceError(
                 f"{policy.source} has {len(found)} things to vary, expected at most "
@@ -156,17 +160,17 @@ class Space:
         self.dimensions = tuple(found.values())
 
     def source(self, values: Values, name: str) -> PolicySource:
-        """The configuration with `values`, called `name`. Its text may still be refused."""
+        """Return the configuration with `values`, called `name`. Loading its text may still fail."""
         document = deepcopy(self._document)
         (profile,) = document["schedulingProfiles"]
         names = _place_plugins(document, profile, self.dimensions, values)
         for one in self.dimensions:
             placed = names.get(one.plugin, one.plugin)
             if one.what is What.PLUGIN or not placed or values[one.name] == one.present:
-                continue  # what is as it was stands there, to the last digit
+                continue  # an unchanged value keeps all its digits
             value = one.written(values[one.name])
             if one.what is What.WEIGHT:
-                # Of a place in the profile, whoever has it.
+                # The weight belongs to the position in the profile, whichever plug-in is there.
                 _named(profile["plugins"], "pluginRef", placed)["weight"] = value
             elif placed == one.plugin:
                 entry = _declared(document, one.plugin)
@@ -175,7 +179,7 @@ class Space:
 
 
 def written(document: Mapping[str, Any]) -> str:
-    """YAML as people write it."""
+    """Return the document as readable YAML."""
     text: str = yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True, width=100)
     return text
 
@@ -184,7 +188,7 @@ def written(document: Mapping[str, Any]) -> str:
 
 
 def _spelt_out(policy: PolicySource, config: PickerConfig) -> dict[str, Any]:
-    """The document with a profile that names what decides, the picker too."""
+    """Return the document with an explicit profile that names all plug-ins, including the picker."""
     document = read_mapping(policy.text, policy.source)
     profile = config.profile
     document["plugins"] = list(document.get("plugins") or [])
@@ -207,7 +211,7 @@ def _place_plugins(
     dimensions: Sequence[Dimension],
     values: Values,
 ) -> dict[str, str]:
-    """Put the chosen types in; old name -> new name of those that are others, "" if left out."""
+    """Insert the chosen types. Return new name by old name of the changed plug-ins, "" if removed."""
     names: dict[str, str] = {}
     for one in dimensions:
         if one.what is not What.PLUGIN or values[one.name] == one.present:
@@ -277,7 +281,7 @@ def _weight(plugin: str, present: float, low: float, high: float, *, off: bool) 
 
 
 def _numbers(kind: type[Any]) -> Iterator[tuple[str, inspect.IntType | inspect.FloatType]]:
-    """(name in the document, type) of each parameter that is a number, or may be one."""
+    """Yield (name in the document, type) of each parameter that is or may be a number."""
     described = inspect.type_info(kind)
     assert isinstance(described, inspect.StructType)
     for field in described.fields:
@@ -288,7 +292,7 @@ def _numbers(kind: type[Any]) -> Iterator[tuple[str, inspect.IntType | inspect.F
 
 
 def _span(kind: inspect.IntType | inspect.FloatType, present: float | None) -> Range | None:
-    """Between what it lies; None: there is nothing to go by."""
+    """Return the range of a parameter, or None if there are no bounds to use."""
     low = kind.gt if kind.ge is None else kind.ge
     high = kind.lt if kind.le is None else kind.le
     integer = isinstance(kind, inspect.IntType)
@@ -356,7 +360,9 @@ def _read(file: Path) -> _File:
 
 
 class _Asked:
-    """Rows of a file to dimensions; `SpaceError` for what does not fit the configuration."""
+    """Converter of a file's rows to dimensions. Raises `SpaceError` if a row does not fit the
+    configuration.
+    """
 
     def __init__(self, file: str, document: Mapping[str, Any], config: PickerConfig) -> None:
         self.file = file
@@ -388,7 +394,7 @@ class _Asked:
         weights = {one.name: one.weight for one in self.config.profile.scorers}
         if row.plugin not in weights:
             hint = nearest(row.plugin, weights)
-            raise self._wrong(place, f"{row.plugin} is no scorer of the profile{hint}")
+            raise self._wrong(place, f"{row.plugin} is not a scorer of the profile{hint}")
         if not 0 < row.low < row.high < math.inf:
             raise self._wrong(
                 place, f"expected 0 < low < high, got low {row.low:g} and high {row.high:g}"
@@ -419,7 +425,7 @@ class _Asked:
             raise self._wrong(place, f"expected low above 0 on a logarithmic scale, got {low:g}")
         numbers = dict(_numbers(kind))
         if row.name not in numbers:
-            raise self._wrong(place, f"{row.name} is no number: give values")
+            raise self._wrong(place, f"{row.name} is not a number: give values")
         integer = isinstance(numbers[row.name], inspect.IntType)
         within = isinstance(present, int | float) and low <= present <= high
         return Dimension(
@@ -429,11 +435,13 @@ class _Asked:
         )  # fmt: skip
 
     def _present(self, kind: type[Any], row: _ParameterRow) -> Any:
-        """What a parameter is that the document does not give; None if that is nothing."""
+        """Return the default of a parameter that the document does not set, or None if there is
+        none.
+        """
         try:
             return plain_parameters(msgspec.convert({}, kind)).get(row.name)
         except msgspec.ValidationError:
-            # Another parameter is required: the default of this one is not to be had so.
+            # Another parameter is required, so this one's default cannot be determined.
             return None
 
     def _plugin(self, place: str, row: _PluginRow) -> Dimension:
@@ -445,7 +453,7 @@ class _Asked:
                 raise self._wrong(place, f"type {type_name} is unknown{hint}")
         others = [type_name for type_name in dict.fromkeys(row.types) if type_name != present]
         if not others:
-            raise self._wrong(place, f"expected types besides {present}, which it is")
+            raise self._wrong(place, f"expected types other than {present}, the present one")
         values = {type_name: type_name for type_name in (present, *others)}
         return Dimension(
             plugin=row.plugin, what=What.PLUGIN, span=Choice(values=values), present=present

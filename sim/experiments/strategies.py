@@ -1,4 +1,4 @@
-"""`sim strategies`: what can be compared by its name, and the configuration behind a name."""
+"""The command `sim strategies`: list strategies by name, and print the configuration of one."""
 
 import argparse
 import json
@@ -13,24 +13,26 @@ from sim.cluster.built_in import (
 )
 from sim.cluster.policies import BASELINES, PolicyNameError, built_in
 
-_DEFAULT_IDEA: Final = "What epp serve decides by when it is given no configuration."
+_DEFAULT_IDEA: Final = "The default configuration of epp serve."
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Register the command with the parser of `sim`."""
     parser = commands.add_parser(
         "strategies",
-        help="what --config knows by name, and the configuration behind a name",
-        description="Without NAME all strategies in a table; with it its EndpointPickerConfig.",
+        help="list the names that --config accepts, or print a strategy's configuration",
+        description="Print all strategies in a table, or the EndpointPickerConfig of NAME.",
         allow_abbrev=False,
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="print its configuration")
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="strategy whose configuration to print"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)
 
 
 def idea_of(name: str) -> str:
-    """One sentence, of any that `--config` knows by name."""
+    """Return one sentence about a strategy that `--config` knows by name."""
     strategy = strategies().get(name)
     if strategy is not None:
         return strategy.idea
@@ -69,7 +71,7 @@ def _run(options: argparse.Namespace) -> int:
         hint = nearest(options.name, built_in())
         more = "" if rivals_installed() else f"; {RIVALS_MISSING}"
         raise PolicyNameError(
-            f"{options.name} is no strategy{hint}; sim strategies lists them{more}"
+            f"{options.name} is not a strategy{hint}; sim strategies lists them{more}"
         )
     if options.json:
         print(json.dumps({"name": options.name, **_told(options.name), "config": text}))

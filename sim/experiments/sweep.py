@@ -1,4 +1,4 @@
-"""`sim sweep`: configurations at rising rates: where each of them leaves the flat part."""
+"""The command `sim sweep`: latency of configurations at rising request rates."""
 
 import argparse
 import math
@@ -36,12 +36,12 @@ from sim.traces.formats import open_trace
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """The command line of `sim sweep`."""
+    """Add the command line of `sim sweep`."""
     parser = subparsers.add_parser(
         "sweep",
-        help="configurations at rising rates: latency over load",
-        description="Replay TRACE under every configuration at every rate, then other traffic "
-        "like it, as sim compare does.",
+        help="measure latency of configurations at rising request rates",
+        description="Replay TRACE under every configuration at every rate, then repeat on other "
+        "traffic like it, as sim compare does.",
         allow_abbrev=False,
     )
     add = parser.add_argument_group("Configurations and rates").add_argument
@@ -59,9 +59,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(options: argparse.Namespace) -> int:
-    """0: done. 2: usage. 130: interrupted, what is done is kept. Raises what is told by `sim`."""
+    """Run `sim sweep` and return its exit code.
+
+    0: done. 2: wrong command line. 130: interrupted; the results up to then are written. Raises
+    errors that `sim` prints.
+    """
     if options.speed != 1.0:
-        print("sim: --rates says how fast requests arrive, not --speed", file=sys.stderr)
+        print("sim: --rates sets how fast requests arrive; leave out --speed", file=sys.stderr)
         return 2
     policies = named_policies(options.config)
     print(f"seeds {options.seed} to {options.seed + options.seeds - 1}", flush=True)
@@ -72,7 +76,8 @@ def run(options: argparse.Namespace) -> int:
     what_was_run = conditions(*(replace(base, policy=policy) for policy in policies))
     del what_was_run["speed"]
     points = [(rate, policy) for rate in options.rates for policy in policies]
-    # Seed by seed, so that an interrupted sweep has all points under as many seeds.
+    # The order is seed by seed, so that an interrupted sweep has all points under equally many
+    # seeds.
     jobs = [
         replace(
             run_settings(options, policy, options.seed + repetition, repetition),
@@ -87,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
         for at, (rate, policy) in enumerate(points):
             mine = range(at, len(jobs), len(points))
             found = [results[job].summary for job in mine if job in results]
-            # The first is the trace as it is.
+            # The first run of a point is the trace as it is.
             if at in results:
                 told.append(_point(rate, policy.name, found))
         return SweepSummary(
@@ -122,7 +127,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _point(rate: float, config: str, runs: Sequence[RunSummary]) -> SweepPoint:
-    """One configuration at one rate, over the seeds under which it has run."""
+    """Return the results of one configuration at one rate, over its completed seeds."""
     varied = varied_between(runs)
     figures = [figures_of(one) for one in runs]
     sent = [one.requests_per_s or math.nan for one in runs]

@@ -1,4 +1,6 @@
-"""`sim tune`: better weights and thresholds for the traffic of a trace, and how sure that is."""
+"""The command `sim tune`: better weights and thresholds for the traffic of a trace, with
+confidence.
+"""
 
 import argparse
 import contextlib
@@ -61,20 +63,20 @@ from sim.traces.formats import open_trace
 from sim.traces.reading import content_hash
 
 REQUESTS_MIN: Final = 40
-"""Of a trace that is to be cut in two."""
+"""Minimum number of requests of a trace that is split into halves."""
 _TRIALS_MAX: Final = 10_000
 _GUARDED: Final = tuple(measure for measure in LABELS if measure != "pod_hours")
-"""What a guard may be of: every run has these."""
+"""Measures that a guard may use: those of every run."""
 _CONFIG_MAP_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """The command line of `sim tune`."""
+    """Add the command line of `sim tune`."""
     parser = subparsers.add_parser(
         "tune",
-        help="better weights and thresholds for a trace, judged on the half that was not used",
+        help="find better weights and thresholds for a trace, judged on its hold-out half",
         description="Try configurations on the first half of TRACE, judge the best on the second, "
-        "and write it as a ConfigMap if it beats the present one. The same command goes on where "
+        "and write it as a ConfigMap if it beats the present one. The same command resumes where "
         "it was stopped.",
         allow_abbrev=False,
     )
@@ -83,13 +85,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--config",
         default=DEFAULT_POLICY,
         metavar="FILE|NAME",
-        help="the present one, which is varied. " + POLICY_HELP,
+        help="present configuration, which is varied. " + POLICY_HELP,
     )
     add(
         "--space",
         type=Path,
         metavar="FILE.toml",
-        help="what else to vary, or instead (default: weights, and numbers that have bounds)",
+        help="file with further dimensions, or others instead of the default ones (weights, and numbers with bounds)",
     )
     add(
         "--objective",
@@ -97,30 +99,36 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         choices=tuple(Objective),
         default=Objective.THROUGHPUT,
         metavar="|".join(Objective),
-        help="what TTFT p90 is weighed against (throughput)",
+        help="second objective beside TTFT p90 (default: throughput)",
     )
     add(
         "--tolerance",
         type=_tolerance,
         default=0.02,
         metavar="P",
-        help="share of an objective that may be given up for the other (0.02)",
+        help="share of an objective that may be lost for the other (default: 0.02)",
     )
     add(
         "--guard",
         type=_guard,
         action="append",
         metavar="MEASURE[=P]",
-        help="what a gain may not be paid with, and by which share all the same (e2e_mean_s and "
-        "itl_mean_s, nothing of them); may be repeated, none: there are no guards",
+        help="measure that may not become worse by more than the share P, or none for no guards; "
+        "repeatable (default: e2e_mean_s and itl_mean_s, each with P of 0)",
     )
-    add("--trials", type=_trials, default=60, metavar="N", help="configurations to try (60)")
+    add(
+        "--trials",
+        type=_trials,
+        default=60,
+        metavar="N",
+        help="number of configurations to try (default: 60)",
+    )
     add(
         "--config-map",
         type=_config_map_name,
         default="homing-config",
         metavar="NAME",
-        help="name of the ConfigMap that is written (homing-config, as the chart's)",
+        help="name of the written ConfigMap (default: homing-config, as in the chart)",
     )
     add_run_options(parser)
     add_experiment_options(parser)
@@ -128,17 +136,21 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(options: argparse.Namespace) -> int:
-    """0: done, whether or not anything is better. 2: usage. 130: interrupted, what is done is kept.
+    """Run `sim tune` and return its exit code.
 
-    Raises what is told by `sim`.
+    0: done, whether or not a better configuration was found. 2: wrong command line. 130:
+    interrupted; completed runs are stored. Raises errors that `sim` prints.
     """
     if options.out is None:
-        print("sim: --out DIR is needed: runs are kept there to go on from", file=sys.stderr)
+        print(
+            "sim: --out DIR is needed: it stores runs, so that the command can resume",
+            file=sys.stderr,
+        )
         return 2
     if options.seeds < REPETITIONS_NEEDED:
         print(
-            f"sim: --seeds: {REPETITIONS_NEEDED} are needed to be sure of anything, got "
-            f"{options.seeds}",
+            f"sim: --seeds is {options.seeds}; confidence intervals need at least "
+            f"{REPETITIONS_NEEDED}",
             file=sys.stderr,
         )
         return 2
@@ -147,7 +159,7 @@ def run(options: argparse.Namespace) -> int:
     folder = open_folder(options, goes_on=RUNS)
     assert folder is not None
     with RunJournal(folder / RUNS, task.about) as journal:
-        going_on = f", going on from {len(journal):,} runs" if len(journal) else ""
+        going_on = f", resuming after {len(journal):,} runs" if len(journal) else ""
         seeds = f"seeds {options.seed} to {options.seed + options.seeds - 1}"
         print(f"{seeds}, {len(task.space.dimensions)} things to vary{going_on}", flush=True)
         bar = progress_bar("tune")
@@ -168,7 +180,7 @@ def run(options: argparse.Namespace) -> int:
                 requests=task.requests,
                 guards=guards,
             )
-            # What is known when it is stopped is told all the same.
+            # The results so far are reported even after an interruption.
             with contextlib.suppress(StoppedError):
                 with bar:
                     tuning.foresee()
@@ -183,35 +195,38 @@ def run(options: argparse.Namespace) -> int:
     if tuning.complete:
         return 0
     print(
-        f"sim: interrupted, {len(journal):,} runs are kept: the same command goes on from there",
+        f"sim: interrupted, {len(journal):,} runs are stored: the same command resumes from there",
         file=sys.stderr,
     )
     return INTERRUPTED
 
 
 class _Task:
-    """What the command line asks for, read and checked."""
+    """The parsed and checked arguments of the command."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """Raises what is told by `sim`."""
+        """Read and check the arguments. Raises errors that `sim` prints."""
         self._options = options
         policy = policy_source(options.config)
         self.space = Space(policy, pickers=options.replicas, file=options.space)
         base = run_settings(options, policy, options.seed)
         if base.scenario is not None and base.scenario.configures:
             raise ClusterSettingsError(
-                f"{options.scenario} configures pickers, which would undo what is tried"
+                f"{options.scenario} configures pickers, which would overwrite the tried configurations"
             )
         tell_warnings(base)
         self.halves = _halves(base)
         self._conditions = conditions(base)
-        # Found once: halves and their beginnings have the clock of the whole.
+        # The jitter is determined once, because halves and their beginnings have the clock of the
+        # whole trace.
         self.base = replace(base, jitter_s=self._conditions["jitter_s"])
         self._trace_hash = content_hash(Path(base.trace))
 
     @property
     def about(self) -> dict[str, str]:
-        """What may not change between two starts, in words: the present, and what figures depend on."""
+        """The conditions that may not change between two starts: the present configuration, and all
+        on which figures depend.
+        """
         told = {
             "version": __version__,
             "trace": self._trace_hash[:12],
@@ -223,7 +238,8 @@ class _Task:
             for name, value in self._conditions.items()
             if value is not None and name not in ("trace", "config_hashes")
         }
-        # What conditions only name is in files: profiles, a scenario.
+        # Some conditions only name a file, such as a profile or a scenario; the hash covers its
+        # content.
         bare = replace(
             self.base, trace="", policy=replace(self.base.policy, name="", text="", source="")
         )
@@ -232,24 +248,24 @@ class _Task:
 
     @property
     def runs_expected(self) -> int:
-        """About."""
+        """Approximate number of runs."""
         seeds: int = self._options.seeds
         compared = PILOTS + FINALISTS + len(LOADS)
         return runs_expected(self._options.trials) + 2 * seeds * compared
 
     @property
     def requests(self) -> int:
-        """Of both halves."""
+        """Number of requests of both halves."""
         return sum(map(len, self.halves.values()))
 
     def summary(self, tuning: Tuning) -> TuneSummary:
-        """summary.json. The same task gives the same bytes, however often it was stopped."""
+        """Return summary.json. The same task gives the same bytes, however often it was stopped."""
         options, search = self._options, tuning.search
         pairs = [*tuning.held_out.values(), *(against for _, against in tuning.finals)]
         varied = varied_between(pairs[0].present) if pairs else None
         shown = pairs[:1]
         best = None if tuning.complete else tuning.best
-        # Two columns of one name, and no one could tell them apart.
+        # Two columns of one name could not be told apart.
         tuned_name = "tuned" if tuning.present.name != "tuned" else "tuned anew"
         return TuneSummary(
             complete=tuning.complete,
@@ -316,7 +332,7 @@ class _Task:
 
 
 def _halves(base: RunSettings) -> dict[Half, range]:
-    """Places of the requests of each. Raises as the reading of the trace does."""
+    """Return the positions of the requests of each half. Raises what reading the trace raises."""
     trace = open_trace(Path(base.trace), base.read)
     count = sum(1 for _ in islice(trace, base.requests_max))
     if count < REQUESTS_MIN:
@@ -324,14 +340,14 @@ def _halves(base: RunSettings) -> dict[Half, range]:
             base.trace,
             0,
             "",
-            f"Expected at least {REQUESTS_MIN} requests, to tune on one half of them and judge on "
-            f"the other, got {count}",
+            f"Expected at least {REQUESTS_MIN} requests, to tune on one half and judge on the other, "
+            f"got {count}",
         )
     return {Half.TUNING: range(count // 2), Half.HOLD_OUT: range(count // 2, count)}
 
 
 def _write(folder: Path, summary: TuneSummary, tuning: Tuning, config_map_name: str) -> None:
-    """Reports, and the configuration if it is worth one; none of an earlier start remains."""
+    """Write the reports, and the configuration if it is better; remove those of an earlier start."""
     write_whole(folder / "summary.json", as_json(summary))
     write_whole(folder / "report.md", tune_report(summary).encode())
     write_whole(folder / "report.html", tune_page(summary).encode())
@@ -350,7 +366,7 @@ def _write(folder: Path, summary: TuneSummary, tuning: Tuning, config_map_name: 
 
 
 def _guards(options: argparse.Namespace) -> tuple[Guard, ...]:
-    """Those of the command line; without any the usual ones. Raises `ClusterSettingsError`."""
+    """Return the guards of the command line, or the default ones. Raises `ClusterSettingsError`."""
     objectives = options.objective.measures
     if options.guard is None:
         return tuple(one for one in GUARDS if one.measure not in objectives)
@@ -361,14 +377,13 @@ def _guards(options: argparse.Namespace) -> tuple[Guard, ...]:
     for one in options.guard:
         if one.measure in objectives:
             raise ClusterSettingsError(
-                f"--guard {one.measure}: it is an objective, of which --tolerance says how much may "
-                "be given up"
+                f"--guard {one.measure}: it is an objective; --tolerance sets how much of it may be lost"
             )
     return tuple({one.measure: one for one in options.guard}.values())
 
 
 def _guard(text: str) -> Guard | None:
-    """None: none."""
+    """Return the guard, or None for the text "none"."""
     if text == "none":
         return None
     measure, equals, share = text.partition("=")
@@ -403,6 +418,6 @@ def _tolerance(text: str) -> float:
 def _config_map_name(text: str) -> str:
     if not _CONFIG_MAP_NAME.fullmatch(text):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no name of a ConfigMap: at most 63 of a-z, 0-9 and -"
+            f"{text!r} is not a name of a ConfigMap: at most 63 of a-z, 0-9 and -"
         )
     return text

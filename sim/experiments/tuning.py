@@ -1,14 +1,15 @@
-"""The steps of a tuning: what tries cost, who is chosen of the best, and how the chosen one is judged.
+"""The steps of a tuning: costs of trials, choice of the best one, and the judgement of that one.
 
-The first half of the trace is for trying. The best few are given every seed there, and of those
-that are significantly worse than the present configuration in neither objective the one with the
-greatest gain is chosen. The second half, which no choice has seen, judges the chosen one alone: at
-the load of the trace, below it and above. At the first it must be better in an objective, at none
-worse in one. Worse by no more than a tolerance is not worse: else a gain of a third in one objective
-would count for nothing beside a loss of a hundredth in the other.
+Trials run on the first half of the trace. The best few run there with every seed. Among those that
+are significantly worse than the present configuration in neither objective, the one with the
+greatest gain is chosen. The second half, which had no part in the choice, judges the chosen one
+alone: at the load of the trace, below it and above it. At the trace's load it must be better in an
+objective, and at no load worse in one. A loss within the tolerance does not count as worse.
+Otherwise a gain of a third in one objective would be rejected for a loss of a hundredth in the
+other.
 
-Neither objective says what becomes of the rest. Guards do: a gain that makes one of them
-significantly worse, on either half and at any load, is none, and it is told which one stopped it.
+Guards cover the other figures. A gain that makes a guarded figure significantly worse, on either
+half and at any load, does not count, and the report names that guard.
 """
 
 import math
@@ -37,72 +38,76 @@ from sim.measurement.summaries import (
 from sim.reports.compare_report import BETTER, HIGHER_IS_BETTER, WORSE
 
 LOADS: Final = (1.0, 0.7, 1.3)
-"""Times the load of the trace."""
+"""Factors of the trace's load."""
 LOST_MORE_MAX: Final = 0.001
-"""Of the requests sent: so many more may be refused or fail than with the present configuration,
-before a gain counts as bought with them."""
+"""Share of the sent requests that may additionally be refused or fail, compared with the present
+configuration. Beyond it a gain does not count.
+"""
 LOST: Final = math.log(10.0)
-"""What it costs in each objective to lose more, or to have no figure: as being ten times worse."""
+"""Cost in each objective of losing more requests or having no figure: as if ten times worse."""
 
 
 class Objective(StrEnum):
-    """What TTFT p90 is weighed against."""
+    """The second objective beside TTFT p90."""
 
     THROUGHPUT = "throughput"
     ITL = "itl"
 
     @property
     def measures(self) -> tuple[str, str]:
-        """The two, as `figures_of` names them."""
+        """Names of the two objectives in `figures_of`."""
         other = "output_tokens_per_s" if self is Objective.THROUGHPUT else "itl_mean_s"
         return "ttft_p90_s", other
 
 
 class Guard(Struct, frozen=True, kw_only=True):
-    """A figure that nobody asked to be better and that may not become worse."""
+    """A figure that is not an objective but may not become worse."""
 
     measure: str
-    """As `figures_of` names it."""
+    """Name of the measure in `figures_of`."""
     allowed: float = 0.0
-    """Share of the figure that may be lost, however sure the loss is."""
+    """Share of the figure that may be lost, even if the loss is significant."""
 
 
 GUARDS: Final = (Guard(measure="e2e_mean_s"), Guard(measure="itl_mean_s"))
 
 
 class Against(Struct, frozen=True, kw_only=True):
-    """A configuration against the present one, under every seed, on the same requests."""
+    """A configuration compared with the present one, under every seed, on the same requests."""
 
     present: Sequence[KeptRun]
     other: Sequence[KeptRun]
     differences: dict[str, DifferenceSummary]
-    """Of each objective, as summary.json has it, with the figure of the present one."""
+    """Difference of each objective as in summary.json, with the figure of the present
+    configuration.
+    """
     guards: dict[str, DifferenceSummary]
-    """Of each guard, alike."""
+    """Difference of each guard, in the same form."""
 
     @property
     def loses_more(self) -> bool:
-        """More requests are refused or fail."""
+        """True if more requests are refused or fail."""
         return _lost_more(ended_of(self.other), ended_of(self.present))
 
     @property
     def better(self) -> bool:
-        """In one objective at least, significantly."""
+        """True if at least one objective is significantly better."""
         return any(one.verdict == BETTER for one in self.differences.values())
 
     def worse(self, tolerance: float) -> list[str]:
-        """The objectives in which it is, significantly and by more than that share."""
+        """Return the objectives that are significantly worse, by more than the share `tolerance`."""
         return [measure for measure, one in self.differences.items() if _is_worse(one, tolerance)]
 
     def stopped_by(self, guards: Sequence[Guard]) -> list[str]:
-        """Those of the guards that it breaks: it is worse there, significantly and beyond what is
-        allowed. One that runs do not have, or too few of them to tell from, stops nobody.
+        """Return the guards that are significantly worse beyond their allowed share.
+
+        A measure without figures, or with too few runs for an interval, does not count as worse.
         """
         return [one.measure for one in guards if _is_worse(self.guards[one.measure], one.allowed)]
 
     @property
     def gain(self) -> float:
-        """Over all seeds, as costs are: the logarithms of both objectives, added."""
+        """Gain over all seeds, in the unit of costs: the sum of the logarithms of both objectives."""
         return -sum(
             _cost(measure, (one.known_reference or 0.0) + one.value, one.known_reference or 0.0)
             for measure, one in self.differences.items()
@@ -110,7 +115,7 @@ class Against(Struct, frozen=True, kw_only=True):
         )
 
     def summary(self, tolerance: float, guards: Sequence[Guard]) -> JudgedSummary:
-        """As summary.json has it, without what it is of."""
+        """Return the comparison as summary.json has it, without its subject."""
         return JudgedSummary(
             differences=self.differences,
             guards=self.guards,
@@ -123,7 +128,7 @@ class Against(Struct, frozen=True, kw_only=True):
 
 
 class Tuning:
-    """What is known at any moment, and `run`, which finds out the rest."""
+    """A tuning: its results so far, and `run`, which computes the rest."""
 
     def __init__(
         self,
@@ -137,7 +142,9 @@ class Tuning:
         requests: int,
         guards: Sequence[Guard] = (),
     ) -> None:
-        """`guards` are of other measures than `measures`; `requests`: of both halves together."""
+        """Create the tuning. `guards` have other measures than `measures`; `requests` counts both
+        halves.
+        """
         self.search = search
         self.present = present
         self.measures = measures
@@ -148,13 +155,13 @@ class Tuning:
         self.finals: list[tuple[Trial, Against]] = []
         self.chosen: Trial | None = None
         self.held_out: dict[float, Against] = {}
-        """By load, in the order of `LOADS`."""
+        """Comparison by load, in the order of `LOADS`."""
         self._runs = runs
         self._seeds = seeds
         self._requests = requests
 
     def foresee(self) -> None:
-        """Find out `power`, unless `StoppedError` ends it."""
+        """Compute `power`. Raises `StoppedError` if it is interrupted."""
         pilots = [self._against(one, Half.TUNING) for one in self.search.pilots(self.present.hash)]
         if pilots:
             varied = varied_between(pilots[0].present)
@@ -162,7 +169,7 @@ class Tuning:
             self.power = power_of(differences, varied, requests=self._requests)
 
     def run(self) -> None:
-        """All of it, unless `StoppedError` ends it."""
+        """Run all steps. Raises `StoppedError` if it is interrupted."""
         self.search.run(self._costs)
         for trial in self.search.finalists(self.present.hash):
             self.finals.append((trial, self._against(trial.policy, Half.TUNING)))
@@ -174,12 +181,14 @@ class Tuning:
 
     @property
     def best(self) -> Trial | None:
-        """The chosen one; before somebody is chosen, who leads the search."""
+        """The chosen trial or, before the choice, the leader of the search."""
         return self.chosen or (None if self.complete else self.search.best())
 
     @property
     def beats(self) -> bool:
-        """The chosen one: better in an objective, worse in none and in no guard at any load."""
+        """True if the chosen trial is better in an objective, and worse in none and in no guard at
+        any load.
+        """
         return (
             self.complete
             and self.chosen is not None
@@ -193,13 +202,15 @@ class Tuning:
         return [self._cost_of(one, present) for one in others]
 
     def _cost_of(self, run: KeptRun, present: KeptRun) -> Costs:
-        """In each objective; what is bought with lost requests or a guard is no gain in either."""
+        """Return the cost in each objective. A gain with lost requests or a broken guard does not
+        count.
+        """
         after, before = figures_of(run), figures_of(present)
         costs = [_cost(measure, after[measure], before[measure]) for measure in self.measures]
         paid = LOST if _lost_more(run.requests, present.requests) else 0.0
         for guard in self.guards:
             lost = _guard_cost(guard.measure, after, before)
-            # One run has no interval: what may be given up of an objective is not sure either.
+            # One run has no confidence interval, so the tolerance of objectives applies too.
             if lost > math.log1p(max(guard.allowed, self.tolerance)):
                 paid += lost
         return tuple(max(cost, 0.0) + paid for cost in costs) if paid else tuple(costs)
@@ -248,19 +259,21 @@ class Tuning:
 
 
 def _is_worse(found: DifferenceSummary, allowed: float) -> bool:
-    """Significantly, and by more than `allowed` of the figure."""
+    """Return whether the figure is significantly worse, by more than the share `allowed`."""
     return found.verdict == WORSE and (found.relative is None or abs(found.relative) > allowed)
 
 
 def _guard_cost(measure: str, after: Mapping[str, float], before: Mapping[str, float]) -> float:
-    """As `_cost`; 0 for a figure that the present one does not have, or of which none is left."""
+    """Return the cost of a guard, or 0 if the present configuration has no figure or the new one is
+    0.
+    """
     if not before[measure] > 0 or (after[measure] == 0 and measure not in HIGHER_IS_BETTER):
         return 0.0
     return _cost(measure, after[measure], before[measure])
 
 
 def _cost(measure: str, value: float, reference: float) -> float:
-    """Logarithm of the ratio, positive for worse."""
+    """Return the logarithm of the ratio; positive is worse."""
     if not (value > 0 and reference > 0):
         return LOST
     cost = math.log(value / reference)
@@ -268,6 +281,6 @@ def _cost(measure: str, value: float, reference: float) -> float:
 
 
 def _lost_more(requests: Requests, present: Requests) -> bool:
-    """Clients who leave of themselves are no fault of a configuration."""
+    """Return whether more requests were lost. Clients that abort by themselves are not counted."""
     lost, lost_before = (one.refused + one.failed for one in (requests, present))
     return lost - lost_before > LOST_MORE_MAX * requests.sent

@@ -1,1 +1,1 @@
-"""Tables, charts and pages of what was measured."""
+"""Reports of the simulator: tables for the terminal, Markdown files and HTML pages."""

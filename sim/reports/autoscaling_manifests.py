@@ -1,4 +1,4 @@
-"""A sizing's autoscaler as manifests: a HorizontalPodAutoscaler, and KEDA's ScaledObject beside it."""
+"""The autoscaler of a sizing as manifests: a HorizontalPodAutoscaler and KEDA's ScaledObject."""
 
 from typing import Final
 
@@ -6,24 +6,26 @@ from sim.measurement.summaries import AutoscalingSummary
 from sim.reports.report import limit, number
 
 QUERY: Final = "sum(vllm:num_requests_running) + sum(vllm:num_requests_waiting)"
-"""What the engines of the pool are at, for Prometheus."""
+"""Prometheus query for the number of running and waiting requests in the pool."""
 METRIC: Final = "vllm_requests_inflight"
-"""As an adapter has to name it for Kubernetes."""
+"""Name under which an adapter must serve the query's value to Kubernetes."""
 _STABILIZATION_S: Final = 300
 
 
 def autoscaling_manifests(found: AutoscalingSummary) -> str:
-    """Two documents, of which one is to be applied: both would pull at the same Deployment."""
+    """Return two documents, of which only one may be applied: both would scale the same
+    Deployment.
+    """
     milli = f"{round(found.target * 1000)}m"
-    measured = "kept" if found.kept else "not shown to be kept"
+    measured = "kept with 95 % confidence" if found.kept else "not shown to be kept"
     return f"""\
 # Made by sim size. Apply one of the two documents, never both.
-# Names of the Deployment and of Prometheus are yours to fill in, and so are labels in the query
-# where Prometheus knows other engines than those of this pool.
-# Target: {number(found.target)} requests a pod, running and waiting; measured with pods that
-# serve {limit(found.startup_s)} after they are asked for: the bounds were {measured}.
+# Fill in the names of the Deployment and of Prometheus. Add labels to the query
+# if Prometheus also scrapes engines of other pools.
+# Target: {number(found.target)} requests per pod, running and waiting; measured with pods that
+# serve {limit(found.startup_s)} after they are requested: the bounds were {measured}.
 ---
-# Needs an adapter that answers {METRIC} with:
+# This document needs a metrics adapter that serves {METRIC} as:
 #   {QUERY}
 apiVersion: autoscaling/v2
 kind: HorizontalPodAutoscaler

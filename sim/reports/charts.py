@@ -1,7 +1,9 @@
-"""Charts and pages that open offline: inline SVG, one style, one script, no fonts, no addresses.
+"""Charts and pages that open offline: inline SVG with one style and one script, without fonts or
+addresses.
 
-A chart is whole as it is written: it prints, and needs no script. `charts.js`, beside this module,
-makes it answer, reading from the drawing itself. `docs/charts.md` says why no library does this.
+A chart is complete as it is written: it prints, and it needs no script. `charts.js`, beside this
+module, makes the chart interactive and reads all values from the drawing. `docs/charts.md` explains
+why no library is used.
 """
 
 import math
@@ -29,65 +31,70 @@ BOTTOM: Final = 46
 
 
 class Size(Struct, frozen=True):
-    """Of a drawing, pixels; what is shown smaller is drawn smaller, or no one could read it."""
+    """The size of a drawing in pixels. Smaller charts have their own sizes, because a scaled-down
+    chart is not legible.
+    """
 
     width: int
     height: int
 
     def across(self, share: float) -> float:
-        """From the left end of the plot to its right end."""
+        """Return the x coordinate of a share of the plot's width, measured from its left end."""
         return LEFT + share * (self.width - LEFT - RIGHT)
 
     def up(self, share: float) -> float:
-        """From the bottom of the plot to its top."""
+        """Return the y coordinate of a share of the plot's height, measured from its bottom."""
         return self.height - BOTTOM - share * (self.height - TOP - BOTTOM)
 
     @property
     def without_title(self) -> "Size":
-        """Cut off below the labels of its marks: nothing is titled there."""
+        """The same size without the space for the title of the x axis."""
         return Size(self.width, self.height - BOTTOM + 26)
 
 
 FULL: Final = Size(640, 300)
-"""Of one in a row."""
+"""Size of a chart that fills a row."""
 HALF: Final = Size(400, 270)
-"""Of two that stand beside each other, and of one in a row on a phone."""
+"""Size of a chart beside another one, and of a chart that fills a row on a phone."""
 SMALL: Final = Size(300, 170)
-"""Of many."""
+"""Size of one of many charts."""
 
 COLOURS: Final = (
     ("#0f766e", "#2dd4bf"), ("#b45309", "#fbbf24"), ("#1d4ed8", "#60a5fa"), ("#be185d", "#f472b6"),
     ("#4d7c0f", "#a3e635"), ("#7c3aed", "#c4b5fd"), ("#475569", "#cbd5e1"), ("#c2410c", "#fb923c"),
 )  # fmt: skip
-"""Of series, in their order, counted round: on a light page and on a dark one."""
+"""Colours of series in their order, repeated if there are more, each for a light page and for a
+dark one."""
 
 _CDF_POINTS: Final = 200
 _LOGARITHMIC_STEPS: Final = ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 5), (1, 3), (1,))
 _GAP_MIN: Final = 0.11
-"""Between two marks, of the length of their axis: labels must not touch."""
+"""Minimum distance of two marks as a share of the axis, so that labels do not touch."""
 _BAR_LABEL_PX: Final = 44
 _CODE: Final = re.compile(r"`([^`]+)`")
 _SHADES: Final = (
     ("#fff7ed", "#2b2018"), ("#ffedd5", "#3d2615"), ("#fed7aa", "#572c12"), ("#fdba74", "#6e2f11"),
 )  # fmt: skip
-"""Of cells, the lightest first: on a light page and on a dark one, legible under its text."""
+"""Colours of shaded cells, the lightest first, for a light page and for a dark one. Text on them is
+legible."""
 
 Points = Sequence[tuple[float, float]]
 Whiskers = Sequence[tuple[float, float, float]]
-"""(x, lower end, upper end) of intervals."""
+"""Intervals as (x, lower end, upper end)."""
 
 
 class Axis(Struct, frozen=True, kw_only=True):
-    """Values to a place along one side of a chart."""
+    """A mapping from values to positions along one side of a chart."""
 
     low: float
     high: float
     unit: str = ""
     title: str = ""
-    """What it measures: the unit is told there, else at every mark."""
+    """Measured quantity. With a title, the unit stands in the title; otherwise it stands at every
+    mark."""
     logarithmic: bool = False
     whole: bool = False
-    """Nothing is between whole numbers, and nothing marked there."""
+    """True if all values are whole numbers, so that only whole numbers get marks."""
 
     @classmethod
     def over(
@@ -99,7 +106,7 @@ class Axis(Struct, frozen=True, kw_only=True):
         logarithmic: bool = False,
         whole: bool = False,
     ) -> "Axis":
-        """An axis that holds `values`, from 0 unless it is logarithmic."""
+        """Return an axis that contains `values`, starting from 0 unless it is logarithmic."""
         known = [value for value in values if math.isfinite(value)]
         if logarithmic:
             positive = [value for value in known if value > 0] or [1.0]
@@ -110,14 +117,14 @@ class Axis(Struct, frozen=True, kw_only=True):
         return cls(low=0.0, high=high, unit=unit, title=title, whole=whole)
 
     def share(self, value: float) -> float:
-        """0 at the low end, 1 at the high end."""
+        """Return the position of a value: 0 at the low end, 1 at the high end."""
         if self.logarithmic:
             value = max(value, self.low)
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
     def marks(self) -> list[float]:
-        """Round values between the ends, a handful."""
+        """Return a handful of round values between the ends."""
         if self.logarithmic:
             decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             for steps in _LOGARITHMIC_STEPS:
@@ -127,7 +134,8 @@ class Axis(Struct, frozen=True, kw_only=True):
                 gaps = [after - before for before, after in pairwise(shares)]
                 if len(found) > 2 and (min(gaps) >= _GAP_MIN or steps == (1,)):
                     return found
-            # Less than a factor of two or so, which is nearly straight.
+            # The axis spans less than a factor of about two, where a logarithmic axis is nearly
+            # linear.
         raw = (self.high - self.low) / 5
         power = 10.0 ** math.floor(math.log10(raw))
         step = next(size * power for size in (1, 2, 5, 10) if size * power >= raw)
@@ -139,7 +147,7 @@ class Axis(Struct, frozen=True, kw_only=True):
         return self.low <= value <= self.high and (not self.whole or value == round(value))
 
     def label(self, value: float) -> str:
-        """A value, with its unit if no title tells that."""
+        """Return a value as text, with its unit unless the title contains it."""
         text = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
         return f"{text} {self.unit}" if self.unit and not self.title else text
 
@@ -150,15 +158,15 @@ class Axis(Struct, frozen=True, kw_only=True):
 
 
 class Dots(Struct, frozen=True, kw_only=True):
-    """Which points of lines are marked: all but those of the series in `bare`."""
+    """The choice of marked points: all points of all series except those in `bare`."""
 
     bare: Collection[str] = ()
     large: Mapping[str, Points] = {}
-    """With a larger dot, by series."""
+    """Points with a larger dot, by series."""
 
 
 def grid_line(y: float, text: str, size: Size = FULL) -> str:
-    """A horizontal line with a label to its left."""
+    """Return a horizontal line with a label to its left."""
     return (
         f'<line x1="{LEFT}" x2="{size.width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>'
         f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(text)}</text>'
@@ -166,13 +174,13 @@ def grid_line(y: float, text: str, size: Size = FULL) -> str:
 
 
 def below(x: float, text: str, size: Size = FULL) -> str:
-    """A label under the chart."""
+    """Return a label below the chart."""
     y = size.height - BOTTOM + 18
     return f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{escape(text)}</text>'
 
 
 def chart(parts: Sequence[str], label: str, size: Size = FULL, about: str = "") -> str:
-    """The drawing, with a label for those who cannot see it. `about`: more of its attributes."""
+    """Return the drawing with a label for screen readers. `about` holds further attributes."""
     return (
         f'<svg viewBox="0 0 {size.width} {size.height}" role="img" aria-label="{escape(label)}"'
         f"{about}>{''.join(parts)}</svg>"
@@ -180,7 +188,7 @@ def chart(parts: Sequence[str], label: str, size: Size = FULL, about: str = "") 
 
 
 def series_group(number: int, parts: Iterable[str], name: str = "") -> str:
-    """What draws series `number`, which the legend hides."""
+    """Return the elements of series `number` as a group, which the legend can hide."""
     return f'<g data-series="{number}" data-name="{escape(name)}">{"".join(parts)}</g>'
 
 
@@ -195,9 +203,10 @@ def line_chart(
     first_colour: int = 0,
     whiskers: Mapping[str, Whiskers] | None = None,
 ) -> str:
-    """One line a series, in the order of `COLOURS`; `dots` marks every point, or some.
+    """Return a chart with one line per series, in the order of `COLOURS`. `dots` marks all points
+    or some.
 
-    `whiskers`, by series, are drawn as far as the axis goes.
+    `whiskers` are intervals by series. They are cut off at the ends of the axis.
     """
     marked = dots if isinstance(dots, Dots) else Dots() if dots else Dots(bare=series)
     groups = []
@@ -224,7 +233,9 @@ def wide_line_chart(
     label: str,
     dots: Dots | bool = False,
 ) -> str:
-    """One in a row, drawn twice: on a phone the narrow one is shown, or no one could read it."""
+    """Return a chart that fills a row, drawn in two sizes: phones show the narrow one to stay
+    legible.
+    """
     wide, narrow = (
         line_chart(series, x=x, y=y, label=label, dots=dots, size=size) for size in (FULL, HALF)
     )
@@ -232,7 +243,7 @@ def wide_line_chart(
 
 
 def scatter_chart(series: Mapping[str, Points], *, x: Axis, y: Axis, label: str) -> str:
-    """Dots only: points without an order."""
+    """Return a chart of points without an order."""
     groups = [
         series_group(number, _dots(points, x, y, colour_of(number), HALF), name)
         for number, (name, points) in enumerate(series.items())
@@ -241,7 +252,9 @@ def scatter_chart(series: Mapping[str, Points], *, x: Axis, y: Axis, label: str)
 
 
 def bar_chart(values: Mapping[str, float], *, y: Axis, label: str, size: Size = HALF) -> str:
-    """One bar a name, with its value above it; of very many bars, names and values of some."""
+    """Return one bar per name, with its value above it. If there are very many bars, only some have
+    labels.
+    """
     bottom = size.up(0.0)
     step = (size.width - 2 * RIGHT) / max(1, len(values))
     named = math.ceil(_BAR_LABEL_PX / step)
@@ -264,7 +277,9 @@ def bar_chart(values: Mapping[str, float], *, y: Axis, label: str, size: Size = 
 
 
 def bars(shares: Mapping[str, float], colours: Sequence[str] = ()) -> str:
-    """A bar a name that lies under it, from nothing to all; text stays as large on any screen."""
+    """Return horizontal bars from 0 to 1 as HTML, so that the text has the same size on any
+    screen.
+    """
     rows = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{share:.1%}</dd>"
         f'<i class="{colour}" style="width:{100 * share:.1f}%"></i></div>'
@@ -276,7 +291,9 @@ def bars(shares: Mapping[str, float], colours: Sequence[str] = ()) -> str:
 
 
 def cdf_chart(caption: str, series: Mapping[str, Floats]) -> str:
-    """A figure: the share of seconds up to each value, a line a series; NaN is not counted."""
+    """Return a figure with the cumulative distribution of seconds, one line per series; NaN is left
+    out.
+    """
     lines: dict[str, Points] = {}
     for name, values in series.items():
         known = np.sort(values[~np.isnan(values)])
@@ -284,7 +301,7 @@ def cdf_chart(caption: str, series: Mapping[str, Floats]) -> str:
         if len(known):
             lines[name] = [(float(known[rank]), 100 * (rank + 1) / len(known)) for rank in ranks]
     if not lines:
-        return figure(caption, "<p>Nothing was completed.</p>")
+        return figure(caption, "<p>No request was completed.</p>")
     times = [at for line in lines.values() for at, _ in line]
     x = Axis.over(times, unit="s", title="time", logarithmic=True)
     y = Axis(low=0, high=100, unit="%", title="share of requests")
@@ -293,7 +310,7 @@ def cdf_chart(caption: str, series: Mapping[str, Floats]) -> str:
 
 
 def legend(names: Sequence[str]) -> str:
-    """Which colour is whose."""
+    """Return the names of series with their colours."""
     return "".join(
         f'<span data-series="{number}"><i class="{colour_of(number)}"></i>{escape(name)}</span>'
         for number, name in enumerate(names)
@@ -301,13 +318,13 @@ def legend(names: Sequence[str]) -> str:
 
 
 def figure(caption: str, drawing: str, names: Sequence[str] = ()) -> str:
-    """A chart with its caption, and a legend if it has several series."""
+    """Return a chart with its caption, and with a legend if `names` are given."""
     told = f'<div class="legend">{legend(names)}</div>' if names else ""
     return f"<figure><figcaption>{words(caption)}</figcaption>{told}{drawing}</figure>"
 
 
 def card(facts: Sequence[tuple[str, str]], *, title: str = "", colour: str = "") -> str:
-    """A few numbers, large."""
+    """Return a box with a few large numbers."""
     items = "".join(
         f"<div><dt>{words(name)}</dt><dd>{words(value)}</dd></div>" for name, value in facts
     )
@@ -316,12 +333,14 @@ def card(facts: Sequence[tuple[str, str]], *, title: str = "", colour: str = "")
 
 
 def words(text: str) -> str:
-    """`text` as HTML; what stands between backticks, as in Markdown, in the type of code."""
+    """Return `text` as HTML; text between backticks is shown as code, as in Markdown."""
     return _CODE.sub(r"<code>\1</code>", escape(text))
 
 
 def html_table(rows: Sequence[Sequence[str]]) -> str:
-    """Numbers under a head, which is the first row; the first cell of each row names it."""
+    """Return a table of numbers. The first row is the head, and the first cell of each row names
+    it.
+    """
     head, *body = on_one_line(rows)
     columns = "".join(f'<th scope="col">{words(cell)}</th>' for cell in head)
     return scrolling(
@@ -331,9 +350,9 @@ def html_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def shaded_table(rows: Sequence[Sequence[str]], shades: Sequence[Sequence[float]]) -> str:
-    """As `html_table`; the cells behind the names are the darker the nearer their shade is to 1.
+    """Return a table like `html_table`, with cells that are darker the nearer their shade is to 1.
 
-    `shades`: a row less and a column less than `rows`, from 0 to 1.
+    `shades` has one row and one column less than `rows`, with values from 0 to 1.
     """
     head, *body = on_one_line(rows)
     columns = "".join(f'<th scope="col">{words(cell)}</th>' for cell in head)
@@ -351,12 +370,12 @@ def shaded_table(rows: Sequence[Sequence[str]], shades: Sequence[Sequence[float]
 
 
 def facts_table(rows: Sequence[Sequence[str]]) -> str:
-    """Names and what they are, in words."""
+    """Return a table of names and their values."""
     return f'<table class="facts">{_table_rows(rows)}</table>'
 
 
 def scrolling(wide: str) -> str:
-    """What may be wider than a phone moves inside its own box; keys reach it too."""
+    """Return a box that scrolls its content sideways on narrow screens, also with the keyboard."""
     return f'<div class="scroll" tabindex="0">{wide}</div>'
 
 
@@ -369,7 +388,9 @@ def _table_rows(rows: Sequence[Sequence[str]]) -> str:
 
 
 def page(title: str, introduction: str, body: str, *, script: str = "") -> str:
-    """A whole document, to which nothing may be fetched. `introduction`: a paragraph a line."""
+    """Return a complete HTML document that can load nothing. Each line of `introduction` is a
+    paragraph.
+    """
     paragraphs = "\n".join(f"<p>{words(line)}</p>" for line in introduction.splitlines())
     scripts = [Path(__file__).with_name("charts.js").read_text(encoding="utf-8")]
     scripts += [script] if script else []
@@ -387,12 +408,12 @@ def page(title: str, introduction: str, body: str, *, script: str = "") -> str:
 
 
 def _digest(script: str) -> str:
-    """As a Content-Security-Policy spells it."""
+    """Return the hash of a script in the form of a Content-Security-Policy."""
     return b64encode(sha256(script.encode()).digest()).decode()
 
 
 def colour_of(number: int) -> str:
-    """The class of series `number`, whose colour the page's style knows."""
+    """Return the CSS class of series `number`."""
     return f"c{number % len(COLOURS)}"
 
 
@@ -407,7 +428,9 @@ def _axes(x: Axis, y: Axis, size: Size) -> list[str]:
 
 
 def _plot(groups: Sequence[str], x: Axis, y: Axis, label: str, size: Size) -> str:
-    """A chart with what turns its coordinates back into values: the axes, and where they lie."""
+    """Return a chart with its axes and their positions as data, from which `charts.js` reads
+    values.
+    """
     ends = {
         "left": size.across(0),
         "right": size.across(1),
@@ -420,7 +443,9 @@ def _plot(groups: Sequence[str], x: Axis, y: Axis, label: str, size: Size) -> st
 
 
 def _place(at: float, value: float, x: Axis, y: Axis, size: Size) -> str:
-    """Exact enough to read the values back: `COORDINATE` of charts.js."""
+    """Return coordinates that are precise enough to read values back (`COORDINATE` of
+    charts.js).
+    """
     return f"{size.across(x.share(at)):.2f},{size.up(y.share(value)):.2f}"
 
 
@@ -436,7 +461,9 @@ def _dots(
 
 
 def _colours(dark: int) -> str:
-    """A rule for each class of a series and of a shade. `dark`: 1 for a dark page."""
+    """Return CSS rules for the classes of series and shades. `dark` is 1 for a dark page and 0 for
+    a light one.
+    """
     series = (f".c{number} {{ --colour: {pair[dark]}; }}" for number, pair in enumerate(COLOURS))
     shades = (f".s{number} {{ --shade: {pair[dark]}; }}" for number, pair in enumerate(_SHADES, 1))
     return " ".join((*series, *shades))

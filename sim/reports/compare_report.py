@@ -1,4 +1,6 @@
-"""How a comparison is told: a table, report.md, and a page with the curves of all."""
+"""The report of a comparison: a table, report.md, and a page with the distributions of all
+configurations.
+"""
 
 from collections.abc import Sequence
 from typing import Final
@@ -44,21 +46,23 @@ LABELS: Final = {
     "pod_hours": "pod-hours",
 }
 HIGHER_IS_BETTER: Final = frozenset({"hit_rate", "output_tokens_per_s", "goodput"})
-"""Of the other measures lower is."""
+"""Measures for which more is better. Less is better for all others."""
 _SHARES: Final = frozenset({"hit_rate", "goodput", "stall_share"})
 
 _MULTIPLE_MIN: Final = 10
 _SHARE_MIN: Final = 0.001
-"""Below, a percentage needs more than one place."""
+"""Size of a relative difference below which it is shown with more decimal places."""
 
 BETTER: Final = "better"
 WORSE: Final = "worse"
 _NO_DIFFERENCE: Final = "no significant difference"
-_UNKNOWN: Final = "not enough to tell from"
+_UNKNOWN: Final = "not enough data"
 
 
 def verdict(measure: str, found: Estimate) -> str:
-    """A difference from the reference in words: better or worse, or why one cannot be sure."""
+    """Return the verdict on a difference from the reference: better, worse, no difference, or too
+    little data.
+    """
     if found.lacking:
         return f"{_UNKNOWN}: {found.lacking}"
     if not found.significant:
@@ -75,11 +79,15 @@ def _rows(summary: ComparisonSummary) -> list[list[str]]:
         ]
         rows.append([LABELS[measure], *values])
     lost = [not_complete(config.requests) for config in summary.configs.values()]
-    return [*rows, ["not complete", *lost]]
+    return [*rows, ["not completed", *lost]]
 
 
 def _difference_rows(summary: ComparisonSummary) -> list[list[str]]:
-    """A dash for what is not known; what no row has is no column. Why is told once, by `_basis`."""
+    """Return the table of differences. A dash is an unknown value; a column without any value is
+    left out.
+
+    `_basis` gives the reason for unknown values once.
+    """
     first = next(iter(summary.configs))
     rows = [[f"against {first}", "difference", "95 % interval", "relative", "verdict"]]
     for name, config in summary.configs.items():
@@ -104,20 +112,20 @@ def _differences(summary: ComparisonSummary) -> list[DifferenceSummary]:
 
 
 def _reason(found: DifferenceSummary) -> str:
-    """Why there is not enough to tell from; "": there is."""
+    """Return why there is too little data for a verdict, or "" if there is enough."""
     word, _, reason = found.verdict.partition(": ")
     return reason if word == _UNKNOWN else ""
 
 
 def shown(measure: str, value: float | None) -> str:
-    """A figure in its unit."""
+    """Return a figure as text in the unit of its measure."""
     if measure in _SHARES:
         return share(value)
     return seconds(value) if measure.endswith("_s") and "tokens" not in measure else number(value)
 
 
 def signed(measure: str, value: float | None) -> str:
-    """A difference in the unit of its measure: points of per cent for a share."""
+    """Return a difference as text in the unit of its measure; a share is in percentage points."""
     if value is None:
         return "-"
     told = f"{100 * value:.1f} points" if measure in _SHARES else shown(measure, value)
@@ -125,7 +133,7 @@ def signed(measure: str, value: float | None) -> str:
 
 
 def relative(value: float | None) -> str:
-    """A difference as a share of the reference; from ten times on as a multiple of it."""
+    """Return a relative difference as a percentage, or as a multiple if it is tenfold or more."""
     if value is None:
         return "-"
     if value >= _MULTIPLE_MIN - 1:
@@ -134,7 +142,9 @@ def relative(value: float | None) -> str:
 
 
 def _conclusions(summary: ComparisonSummary) -> list[str]:
-    """A sentence for each configuration but the first of which something can be said."""
+    """Return one sentence for each configuration but the first, if something can be concluded about
+    it.
+    """
     configs = summary.configs
     first = next(iter(configs))
     told = [
@@ -147,7 +157,7 @@ def _conclusions(summary: ComparisonSummary) -> list[str]:
 
 
 def _conclusion(name: str, first: str, differences: dict[str, DifferenceSummary]) -> list[str]:
-    """At most one sentence: nothing is concluded from what there is not enough to tell from."""
+    """Return at most one sentence. Measures with too little data give no conclusion."""
     by_verdict: dict[str, list[str]] = {}
     for measure, found in differences.items():
         word, label = found.verdict, LABELS[measure]
@@ -168,7 +178,9 @@ def _conclusion(name: str, first: str, differences: dict[str, DifferenceSummary]
 
 
 def _lost(configs: dict[str, ComparedConfig]) -> list[str]:
-    """Who lost requests, and how: what is measured leaves them out."""
+    """Return a sentence for each configuration that lost requests, because the measures do not
+    cover them.
+    """
     sentences = []
     for name, config in configs.items():
         counts = config.requests
@@ -178,31 +190,33 @@ def _lost(configs: dict[str, ComparedConfig]) -> list[str]:
             if count and fate != "complete"
         )
         if fates and not counts.complete:
-            sentences.append(f"{name} completed nothing ({fates}): there is nothing to compare.")
+            sentences.append(
+                f"{name} completed no request ({fates}), so there is nothing to compare."
+            )
         elif fates:
             sentences.append(
-                f"{name} left {share(counts.share_lost)} of its requests not complete ({fates}), "
-                "which no other measure counts."
+                f"{name} did not complete {share(counts.share_lost)} of its requests ({fates}). "
+                "No other measure counts them."
             )
     return sentences
 
 
 def not_complete(requests: Requests) -> str:
-    """How many, of how many."""
+    """Return the number of requests that were not completed, out of all, as text."""
     return f"{requests.sent - requests.complete:,} of {requests.sent:,}"
 
 
 def comparison_table(summary: ComparisonSummary) -> str:
-    """For the terminal."""
+    """Return the tables and conclusions of a comparison for the terminal."""
     if not summary.configs:
-        return "interrupted before every configuration had run once"
+        return "The comparison was interrupted before every configuration had run once."
     said = "\n".join([_basis(summary), *_conclusions(summary)])
     warnings = "".join(f"{warning}\n\n" for warning in warnings_of(summary))
     return f"{warnings}{table(_rows(summary))}\n\n{table(_difference_rows(summary))}\n\n{said}\n"
 
 
 def comparison_report(summary: ComparisonSummary) -> str:
-    """report.md of a comparison."""
+    """Return report.md of a comparison."""
     heading = f"# {' against '.join(summary.configs) or 'Comparison'}\n\n"
     if not summary.configs:
         return heading + "Not every configuration has run once yet.\n"
@@ -218,7 +232,9 @@ def comparison_report(summary: ComparisonSummary) -> str:
 
 
 def comparison_page(summary: ComparisonSummary, columns: Sequence[Sequence[Series]]) -> str:
-    """report.html. `columns`: of each configuration of the summary, the runs of all its seeds."""
+    """Return report.html. `columns` holds, for each configuration, the requests of the runs of all
+    seeds.
+    """
     names = list(summary.configs)
     if not names:
         return page("Comparison", "Not every configuration has run once yet.", "")

@@ -1,4 +1,4 @@
-"""How a leaderboard is told: a table, report.md, and a page with the distances from the best."""
+"""The report of a leaderboard: a table, report.md, and a page with the distances from the best."""
 
 import math
 from collections.abc import Sequence
@@ -62,41 +62,42 @@ _JUDGED: Final = {
     "output_tokens_per_s": "throughput",
 }
 _TITLES: Final = {
-    WITHOUT_ADAPTERS: "All in all, without LoRA",
-    HELD_WITHOUT_ADAPTERS: "Hold-outs alone, without LoRA",
-    ALL: "All in all, with LoRA",
+    WITHOUT_ADAPTERS: "All cases without LoRA",
+    HELD_WITHOUT_ADAPTERS: "Hold-outs without LoRA",
+    ALL: "All cases with LoRA",
 }
 _NAMES_MAX: Final = 6
 _FAR: Final = 2.0
-"""So many times as bad as the best is as dark as a cell gets."""
+"""Ratio to the best from which a cell has the darkest shade."""
 _MARKS: Final = (
-    "An asterisk is the best of its case, an equals sign is within its 95 % interval of the best: "
-    "the difference of the two, on the same requests, may be nothing."
+    "An asterisk marks the best of its case. An equals sign marks a strategy within its 95 % "
+    "confidence interval of the best: on the same requests, the two may not differ."
 )
 
 
 class Part(Struct, frozen=True, kw_only=True):
-    """A table with its title and what it says."""
+    """A table with its title and its explanation."""
 
     title: str
     says: str = ""
     rows: list[list[str]] = []
-    """The first is the head; none: there is nothing but what is said."""
+    """Rows of the table, of which the first is the head. No rows mean that the part has only an
+    explanation."""
 
     def as_markdown(self, level: int = 2) -> str:
-        """Under a heading of that level; of 0 without one."""
+        """Return the part as Markdown below a heading of `level`; level 0 omits the heading."""
         heading = f"{'#' * level} {self.title}" if level else ""
         table_of = markdown_table(self.rows) if self.rows else ""
         return "\n\n".join(part for part in (heading, self.says, table_of) if part)
 
     def as_html(self) -> str:
-        """A figure of a page."""
+        """Return the part as a figure of a page."""
         said = _paragraph(self.says) if self.says else ""
         return figure(self.title, said + (html_table(self.rows) if self.rows else ""))
 
 
 def leaderboard_table(summary: LeaderboardSummary) -> str:
-    """For the terminal."""
+    """Return the rankings and the cases for the terminal."""
     if not summary.rows:
         return "no case has run with every strategy yet"
     told = [f"{part.title}\n{table(part.rows)}" for part in ranking_parts(summary)]
@@ -104,7 +105,7 @@ def leaderboard_table(summary: LeaderboardSummary) -> str:
 
 
 def leaderboard_report(summary: LeaderboardSummary) -> str:
-    """report.md of a leaderboard."""
+    """Return report.md of a leaderboard."""
     parts = ["# Leaderboard", basis(summary)]
     if not summary.complete:
         parts.insert(1, "**Not complete: cells are missing or failed.**")
@@ -121,7 +122,7 @@ def leaderboard_report(summary: LeaderboardSummary) -> str:
 
 
 def leaderboard_page(summary: LeaderboardSummary) -> str:
-    """report.html of a leaderboard."""
+    """Return report.html of a leaderboard."""
     if not summary.rows:
         return page("Leaderboard", "No case has run with every strategy yet.", "")
     told = [part.as_html() for part in ranking_parts(summary)]
@@ -140,20 +141,24 @@ def leaderboard_page(summary: LeaderboardSummary) -> str:
 
 
 _TIMES_SAY: Final = (
-    "Times the best: how many times as long as the best of each case it takes, or as little as it "
-    "gives out, as a geometric mean over the cases. Out: in so many of them it leaves more requests "
-    "unanswered than the best at that by over 1 %, and counts as level with the best at most."
+    "A ratio says how many times as long as the best of each case a strategy takes, or how little "
+    'it outputs, as a geometric mean over the cases. The word "out" counts the cases in which '
+    "it leaves over 1 % more requests unanswered than the best; it counts there as level with the "
+    "best at most."
 )
 _LEVEL_SAYS: Final = (
-    "In how many cases it is the best, or within its 95 % interval of the best. Who differs much from "
-    "one draw of the traffic to the next has a wide interval, and is level with much without being "
-    "near."
+    "The table counts the cases in which a strategy is the best, or within its 95 % interval of "
+    "the best. A strategy whose figures vary between random draws has a wide interval, so it is "
+    "level with others without being near."
 )
-_CASES_SAY: Final = "By E2E mean; level with the best is who is within its interval of it."
+_CASES_SAY: Final = (
+    "The order is by mean E2E. A strategy is level with the best if it is within its interval of "
+    "the best."
+)
 
 
 def board_parts(summary: LeaderboardSummary) -> list[Part]:
-    """All tables of the whole board, the ranking first; those of each case are not among them."""
+    """Return all tables that cover the whole board, the rankings first."""
     parts = []
     if summary.rows:
         parts += [*ranking_parts(summary), behind_part(summary), cases_part(summary)]
@@ -163,13 +168,16 @@ def board_parts(summary: LeaderboardSummary) -> list[Part]:
 
 
 def ranking_parts(summary: LeaderboardSummary) -> list[Part]:
-    """Who is how good over the cases of each scope; cases without adapters come first."""
+    """Return the rankings over the cases of each scope; the scope without adapters comes first."""
     parts: list[Part] = []
     for scope, cases in _scopes(summary).items():
         title, first = _TITLES[scope], not parts
-        says = f"Of {len(cases)} cases{f'. {_TIMES_SAY}' if first else ', told as above.'}"
+        says = (
+            f"The ranking covers {len(cases)} cases"
+            f"{f'. {_TIMES_SAY}' if first else ', with ratios as above.'}"
+        )
         times = _times_rows(summary, scope)
-        parts.append(Part(title=f"{title}: times the best", says=says, rows=times))
+        parts.append(Part(title=f"{title}: ratio to the best", says=says, rows=times))
         if scope != HELD_WITHOUT_ADAPTERS:
             says = _LEVEL_SAYS if first else ""
             level = _level_rows(summary, scope)
@@ -178,37 +186,39 @@ def ranking_parts(summary: LeaderboardSummary) -> list[Part]:
 
 
 def behind_part(summary: LeaderboardSummary) -> Part:
-    """Where the strategy in question, the first, is behind."""
+    """Return the cases in which the first strategy of the board is behind."""
     rows = _behind_rows(summary)
     cases = {row.case for row in summary.rows}
     which = f"not within the 95 % interval of the best and more than {BEHIND - 1:.0%} behind it"
     measures = ", ".join(_JUDGED.values())
     if len(rows) == 1:
-        says = f"In none of the {len(cases)} cases it is {which}, in {measures}."
+        says = f"There is none among the {len(cases)} cases in which it is {which}, in {measures}."
         rows = []
     else:
-        says = f"Of the {len(cases)} cases these are all in which it is {which}, in {measures}."
+        says = (
+            f"The table lists all of the {len(cases)} cases in which it is {which}, in {measures}."
+        )
         counted = [f"{label} {sum(row[0] == label for row in rows)}" for label in _JUDGED.values()]
         says += f" Cases: {', '.join(counted)}."
     mine = [row for row in summary.rows if row.strategy == _first(summary)]
     lost = [row.case for row in mine if not row.in_the_running]
     if lost:
-        says += f" It lost too many requests to be in the running in {', '.join(lost)}."
+        says += f" It lost too many requests to be eligible in {', '.join(lost)}."
     return Part(title=f"Where {_first(summary)} is behind", says=says, rows=rows)
 
 
 def cases_part(summary: LeaderboardSummary) -> Part:
-    """Who is best in each case."""
+    """Return the best strategies of each case."""
     return Part(title="The best of each case", says=_CASES_SAY, rows=_case_rows(summary))
 
 
 def strategies_part(summary: LeaderboardSummary) -> Part:
-    """Whose idea each is, and what it leaves out of that."""
+    """Return the idea of each strategy, and what the strategy omits of it."""
     return Part(title="Strategies", says=_STRATEGIES_SAY, rows=_strategy_rows(summary))
 
 
 def _scopes(summary: LeaderboardSummary) -> dict[str, frozenset[str]]:
-    """Scope -> its cases that have been run; each set of cases once."""
+    """Return the cases of each scope that have run; scopes with equal cases are listed once."""
     ran = {row.case for row in summary.rows}
     told: dict[str, frozenset[str]] = {}
     for scope, cases in scopes_of(case for case in summary.cases if case.name in ran).items():
@@ -218,7 +228,7 @@ def _scopes(summary: LeaderboardSummary) -> dict[str, frozenset[str]]:
 
 
 def _ranking(summary: LeaderboardSummary) -> tuple[str, list[TotalSummary]]:
-    """The scope by which a board is ranked, and the strategies of it, the best first."""
+    """Return the scope by which a board is ranked, and its strategies, the best first."""
     scope = next(iter(_scopes(summary)))
     return scope, ranked(summary.totals, scope)
 
@@ -252,7 +262,7 @@ def _level_rows(summary: LeaderboardSummary, scope: str) -> list[list[str]]:
 
 
 def _first(summary: LeaderboardSummary) -> str:
-    """The strategy in question."""
+    """Return the name of the first strategy, which the board is about."""
     name: str = summary.strategies[0].name
     return name
 
@@ -298,19 +308,21 @@ def _case_rows(summary: LeaderboardSummary) -> list[list[str]]:
 
 
 def _measure_rows(rows: Sequence[StandingSummary]) -> list[list[str]]:
-    """The strategies of one case, the best E2E mean first."""
+    """Return the strategies of one case, the best E2E mean first."""
     told = [["strategy", *_LABELS.values(), "not complete"]]
     for row in sorted(rows, key=_e2e_of):
         cells = [_marked(row, measure) for measure in _LABELS]
         lost = not_complete(row.requests)
         if not row.in_the_running:
-            lost += ", out of the running"
+            lost += ", not eligible"
         told.append([row.strategy, *cells, lost])
     return told
 
 
 def _marked(row: StandingSummary, measure: str) -> str:
-    """The figure with half of its interval, and whether it is the best or level with it."""
+    """Return the figure with half the width of its interval, and a mark if it is the best or level
+    with it.
+    """
     found = row.figures[measure]
     told = shown(measure, found.value)
     if found.low is not None and found.value is not None:
@@ -319,8 +331,8 @@ def _marked(row: StandingSummary, measure: str) -> str:
 
 
 _STRATEGIES_SAY: Final = (
-    "What an original does that its row leaves out, or does in another way, stands beside its idea; "
-    "where nothing stands, nothing is known."
+    "The third column lists what a row omits of its original, or does differently; "
+    "a dash means that no difference is known."
 )
 
 
@@ -346,12 +358,14 @@ def _bars(summary: LeaderboardSummary, measure: str) -> str:
     times = {one.strategy: one.over[scope].figures[measure].times_the_best for one in ranking}
     shares = {name: 1 / value for name, value in times.items() if value}
     ordered = dict(sorted(shares.items(), key=lambda item: -item[1]))
-    caption = f"{_TITLES[scope]}, {_JUDGED[measure]}: the best of each case over its own"
+    caption = (
+        f"{_TITLES[scope]}, {_JUDGED[measure]}: the best of each case divided by the strategy's own"
+    )
     return figure(caption, bars(ordered))
 
 
 def _over(summary: LeaderboardSummary, ladder: LadderSummary) -> str:
-    """E2E mean over what the cases of a ladder differ by, of as many strategies as have a colour."""
+    """Return E2E mean over the steps of a ladder, for as many strategies as there are colours."""
     names = [total.strategy for total in _ranking(summary)[1]][: len(COLOURS)]
     series: dict[str, Points] = {}
     whiskers: dict[str, Whiskers] = {}
@@ -372,7 +386,7 @@ def _over(summary: LeaderboardSummary, ladder: LadderSummary) -> str:
     known = [value for line in series.values() for _, value in line]
     caption = f"E2E mean over {ladder.title}"
     if len(summary.totals) > len(names):
-        caption += f", of the first {len(names)} strategies"
+        caption += f", for the first {len(names)} strategies"
     drawing = line_chart(
         series,
         x=Axis.over(numbers, unit=ladder.unit, title=ladder.title, logarithmic=True),
@@ -385,7 +399,7 @@ def _over(summary: LeaderboardSummary, ladder: LadderSummary) -> str:
 
 
 def _distances(summary: LeaderboardSummary, measure: str) -> str:
-    """How far each strategy is behind in each case."""
+    """Return the ratio of each strategy to the best in each case, as a shaded table."""
     names = [total.strategy for total in _ranking(summary)[1]]
     cells: list[list[str]] = [["case", *names]]
     shades: list[list[float]] = []
@@ -406,7 +420,7 @@ def _shaded_text(row: StandingSummary | None, measure: str) -> str:
 
 
 def _shade(times: float) -> float:
-    """0 for the best, 1 from `_FAR` times on; of logarithms, as times are."""
+    """Return the shade of a ratio on a logarithmic scale: 0 for the best, 1 from `_FAR` on."""
     if math.isnan(times):
         return 0.0
     return min(1.0, max(0.0, math.log(times) / math.log(_FAR)))
@@ -423,14 +437,14 @@ def _is_best(row: StandingSummary, measure: str) -> bool:
 
 
 def _mark(row: StandingSummary, measure: str) -> str:
-    """Whether it is the best or level with it."""
+    """Return the mark of a figure that is the best or level with it, or nothing."""
     if _is_best(row, measure):
         return " *"
     return " =" if is_level(row, measure) else ""
 
 
 def _marked_case(case: CaseSummary) -> str:
-    """Its name, and why it may be looked at apart."""
+    """Return the name of a case, marked as hold-out or with LoRA."""
     marks = [*(["hold-out"] if case.hold_out else []), *(["LoRA"] if case.max_loras else [])]
     return f"{case.name} ({', '.join(marks)})" if marks else case.name
 
@@ -446,7 +460,7 @@ def _times(value: float | None) -> str:
 
 def _names(names: Sequence[str]) -> str:
     if len(names) <= _NAMES_MAX:
-        return ", ".join(names) or "nobody"
+        return ", ".join(names) or "none"
     return f"{', '.join(names[:_NAMES_MAX])} and {len(names) - _NAMES_MAX} more"
 
 
@@ -455,7 +469,7 @@ def _of_case(summary: LeaderboardSummary, case: str) -> list[StandingSummary]:
 
 
 def _warnings(rows: Sequence[StandingSummary]) -> list[str]:
-    """Each once, with those whom it is about."""
+    """Return each warning once, with the strategies that it concerns."""
     told: dict[str, list[str]] = {}
     for row in rows:
         for warning in row.warnings:
@@ -471,36 +485,36 @@ def _conditions(case: CaseSummary) -> str:
     told = [
         f"{case.pods} pods of {case.profile}",
         "one picker" if case.replicas == 1 else f"{case.replicas} pickers",
-        f"scraped each {case.scrape_interval_s:g} s",
+        f"scraped every {case.scrape_interval_s:g} s",
     ]
     if case.max_loras:
-        told.append(f"{case.max_loras} adapter slots a pod")
+        told.append(f"{case.max_loras} adapter slots per pod")
     told += [one for one in (case.happens, case.engines) if one]
     if case.scrapes:
         told.append(f"scrapes: {case.scrapes}")
     if case.response_chunks:
-        told.append("first tokens seen")
+        told.append("pickers see first tokens")
     speeds = " or ".join(f"{speed:,.0f}" for speed in case.prefill_tokens_per_s)
     told.append(
-        f"prefill at {speeds} tokens/s (pickers believe {case.believed_prefill_tokens_per_s:,.0f})"
+        f"prefill at {speeds} tokens/s (pickers assume {case.believed_prefill_tokens_per_s:,.0f})"
     )
     told.append(
         f"goodput: a first token within {case.ttft_target_s:g} s, later ones within "
         f"{1000 * case.tpot_target_s:g} ms each"
     )
-    held = " A hold-out." if case.hold_out else ""
+    held = " This case is a hold-out." if case.hold_out else ""
     return f"{what}: {', '.join(told)}.{held}"
 
 
 def basis(summary: LeaderboardSummary) -> str:
-    """What was run, in a paragraph."""
+    """Return in one paragraph which cells were run."""
     first, seeds = summary.first_seed, summary.seeds
     failed = f" {len(summary.failed):,} cells failed." if summary.failed else ""
     return (
-        f"{len(summary.strategies)} strategies on {len(summary.cases)} cases, "
-        f"{summary.requests:,} requests each, seeds {first} to {first + seeds - 1}: within a case "
-        "and a seed all strategies get the same requests at the same times. Hold-outs have parameters "
-        f"of their own, on which nothing was tuned.{failed}"
+        f"The board has {len(summary.strategies)} strategies on {len(summary.cases)} cases, "
+        f"{summary.requests:,} requests each, seeds {first} to {first + seeds - 1}. All "
+        "strategies get the same requests at the same times within a case and a seed. Hold-outs "
+        f"have parameters of their own, on which nothing was tuned.{failed}"
     )
 
 

@@ -1,4 +1,4 @@
-"""The end of every page: what no figure above it holds."""
+"""The end of every page: effects that are not modelled, and constants from one set-up."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from sim.reports.report import CONSTANTS, assumption_rows
 
 
 def page_foot(assumptions: Sequence[AssumptionSummary]) -> str:
-    """Two figures of words."""
+    """Return the two figures at the end of a page, as HTML."""
     left_out = "".join(f"<li>{words(sentence)}</li>" for sentence in NOT_MODELLED)
     rows = [
         [constant, f"{here}; range {between}. Source: {source}."]

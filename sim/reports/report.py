@@ -1,4 +1,4 @@
-"""What a run or a comparison has shown, for people: tables as text and as Markdown."""
+"""The report of a run, and the parts that all reports share: tables as text and as Markdown."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,74 +25,76 @@ from sim.measurement.summaries import (
 from sim.measurement.token_gaps import STALL_MEDIANS
 
 CONSTANTS: Final = (
-    "Elsewhere they may be anywhere in their range, or outside; a profile of your own says others "
-    "(--profile)."
+    "On other set-ups these constants may be anywhere in their range, or outside it. Set them in "
+    "a profile of your own (--profile)."
 )
 _NOTHING_SAID: Final = {
-    "trace_format": "found by content",
-    "block_tokens": "as the trace or its format says",
+    "trace_format": "detected from the content",
+    "block_tokens": "from the trace or its format",
     "requests_max": "all",
-    "config_hashes": "a baseline",
-    "warm_up_s": "by how long requests arrive",
-    "peer_delay_s": "they tell each other nothing",
+    "config_hashes": "none (a baseline)",
+    "warm_up_s": "derived from the time over which requests arrive",
+    "peer_delay_s": "pickers share nothing",
     "peer_partitions": "none",
     "peer_slow": "none",
     "pickers_away": "none",
     "scenario": "none",
     "autoscaler": "none",
 }
-"""What it means that a condition is not there."""
+"""Meaning of a condition without a value."""
 
 
 _CONDITIONS: Final = {
     "trace_format": "format of the trace",
-    "block_tokens": "tokens in a block of the trace",
-    "rate_per_s": "arrivals a second, if the trace has no times",
+    "block_tokens": "tokens per block of the trace",
+    "rate_per_s": "arrivals per second, if the trace has no times",
     "skip_bad": "malformed lines are skipped",
-    "requests_max": "requests at most",
+    "requests_max": "maximum number of requests",
     "jitter_s": "arrivals are spread over",
     "speed": "arrivals are sped up by",
     "through": "prompts go through",
     "config_hashes": "hash of the configuration",
     "profiles": "pods by profile",
-    "max_loras": "adapter slots of a pod",
-    "caches": "how pods keep prompts",
-    "engines": "pods by what engines do besides",
+    "max_loras": "adapter slots per pod",
+    "caches": "prompt caches of the pods",
+    "engines": "pods by engine features",
     "estimated": "estimated profiles",
-    "engine_evidence": "what that was checked against",
+    "engine_evidence": "evidence for these features",
     "replicas": "pickers",
-    "assignment": "requests reach pickers",
-    "peer_delay_s": "one picker hears another after",
-    "peer_loss": "share of the frames between them that are lost",
-    "peer_interval_s": "decisions are told together every",
-    "peer_snapshot": "who starts asks another for what it knows",
-    "peer_partitions": "pickers that are parted from the others",
-    "peer_slow": "pickers that are heard and hear later",
-    "pickers_away": "pickers that die and come back",
-    "fallback_endpoints_max": "endpoints that pickers name besides the first",
+    "assignment": "assignment of requests to pickers",
+    "peer_delay_s": "delay between pickers",
+    "peer_loss": "share of lost frames between pickers",
+    "peer_interval_s": "decisions are shared every",
+    "peer_snapshot": "a starting picker requests a snapshot from another",
+    "peer_partitions": "pickers partitioned from the others",
+    "peer_slow": "pickers with a longer delay to the others",
+    "pickers_away": "pickers that stop and restart",
+    "fallback_endpoints_max": "fallback endpoints that pickers name, at most",
     "scrape_interval_s": "time between scrapes",
     "scrape_delay_s": "age of a scraped page",
-    "tokenize_us_per_token": "a renderer makes a token in µs",
-    "tokenize_timeout_s": "requests wait for it at most",
-    "kv_events_delay_s": "engines tell what they hold after",
-    "kv_events_loss": "share of what they tell that is lost",
+    "tokenize_us_per_token": "renderer time per token in µs",
+    "tokenize_timeout_s": "requests wait for the renderer at most",
+    "kv_events_delay_s": "delay of KV events",
+    "kv_events_loss": "share of lost KV events",
     "network_delay_s": "network delay, one way",
     "discovery_delay_s": "delay of pod changes",
     "response_chunks": "the picker sees first tokens",
     "abort_share": "share of impatient clients",
-    "abort_after_s": "their mean patience",
-    "faults_per_hour": "faults an hour",
-    "scenario": "what happens when",
-    "warm_up_s": "warm-up that is left out",
+    "abort_after_s": "mean patience of these clients",
+    "faults_per_hour": "faults per hour",
+    "scenario": "scenario of incidents",
+    "warm_up_s": "excluded warm-up",
     "check": "invariants are checked",
 }
-"""How people read the names of conditions; those that are words already are not here."""
+"""Labels of conditions for people. A condition whose name is already plain words is missing
+here."""
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Plain columns, the first to the left, the others to the right.
+    """Return rows as plain text: the first column left-aligned, all others right-aligned.
 
-    The first row is the head; its cells may have several lines, which stand on the column.
+    The first row is the head. A head cell may have several lines; they end directly above the
+    column.
     """
     head, *body = rows
     raised = [cell.split("\n")[::-1] for cell in head]
@@ -108,7 +110,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def on_one_line(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The same with every cell of the head on one line."""
+    """Return the rows with every cell of the head on one line."""
     head, *body = rows
     return [[cell.replace("\n", " ") for cell in head], *map(list, body)]
 
@@ -124,34 +126,38 @@ def markdown_table(rows: Sequence[Sequence[str]], *, text_columns: int = 1) -> s
 
 
 def seconds(value: float | None) -> str:
-    """Measured: three significant digits, in ms below one second; a dash for nothing."""
+    """Return a measured time with three significant digits, in ms below one second; a dash for
+    None.
+    """
     if value is None:
         return "-"
     shown, unit = (value * 1000, "ms") if abs(value) < 1 else (value, "s")
-    # Zeros at the end too: in a column they tell that the digits are known.
+    # Trailing zeros show how many digits are known.
     places = max(0, 2 - math.floor(math.log10(abs(shown)))) if shown else 0
     return f"{shown:,.{places}f} {unit}"
 
 
 def limit(value_s: float) -> str:
-    """Asked for, not measured: as few digits as it has."""
+    """Return a configured time, which was not measured, with as few digits as possible."""
     return f"{value_s * 1000:g} ms" if 0 < value_s < 1 else f"{value_s:,g} s"
 
 
 def share(value: float | None) -> str:
-    """A percentage; a dash for nothing."""
+    """Return a share as a percentage; a dash for None."""
     return "-" if value is None else f"{value:.1%}"
 
 
 def number(value: float | None) -> str:
-    """Four significant digits, and whole above; a dash for nothing."""
+    """Return a number with four significant digits, without decimals from 1,000 on; a dash for
+    None.
+    """
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.4g}"
 
 
 def latency_rows(run: RunSummary) -> list[list[str]]:
-    """TTFT, TPOT, E2E and queue, a row each."""
+    """Return the table of TTFT, TPOT, E2E and queue time, one row each."""
     ranks = ("mean", "p50", "p90", "p95", "p99")
     rows = [["", *ranks]]
     for label, found in (
@@ -165,7 +171,9 @@ def latency_rows(run: RunSummary) -> list[list[str]]:
 
 
 def itl_row(itl: TokenGapSummary) -> list[str]:
-    """The gaps between tokens, in words: their percentiles are those of tokens, not of requests."""
+    """Return the row of the gaps between tokens; its percentiles are over tokens instead of
+    requests.
+    """
     told = f"mean {seconds(itl.mean)}, p99 {seconds(itl.p99)}"
     if itl.p50 is not None:
         told += (
@@ -176,18 +184,18 @@ def itl_row(itl: TokenGapSummary) -> list[str]:
 
 
 def window_row(window: WindowSummary) -> list[str]:
-    """What the figures are of, and what was left out."""
+    """Return the row with the measured part of the run and its excluded parts."""
     start, end = seconds(window.start_s), seconds(window.end_s)
     warm_up = window.warm_up_s
     left_out = f"{seconds(warm_up)} of warm-up" if warm_up else "no warm-up"
     return [
         "throughput over",
-        f"{start} to {end}; left out: {left_out}, {seconds(window.drain_s)} of drain",
+        f"{start} to {end}; excluded: {left_out}, {seconds(window.drain_s)} of drain",
     ]
 
 
 def fact_rows(run: RunSummary) -> list[list[str]]:
-    """Everything else that is one number."""
+    """Return one row for each of the other numbers of a run."""
     ended = ", ".join(f"{count:,} {fate}" for fate, count in run.requests.ended.items() if count)
     loads, goodput = run.imbalance, run.goodput
     return [
@@ -201,7 +209,11 @@ def fact_rows(run: RunSummary) -> list[list[str]]:
             else []
         ),
         ["hit rate", f"{share(run.hit_rate)} of prompt tokens"],
-        *([] if run.tier_hit_tokens is UNSET else [["found by tier", _tiers(run.tier_hit_tokens)]]),
+        *(
+            []
+            if run.tier_hit_tokens is UNSET
+            else [["cached tokens by tier", _tiers(run.tier_hit_tokens)]]
+        ),
         itl_row(run.itl_s),
         window_row(run.window),
         ["output", f"{number(run.output_tokens_per_s)} tokens/s"],
@@ -211,7 +223,7 @@ def fact_rows(run: RunSummary) -> list[list[str]]:
             (f"{share(goodput.share)} with {targets(goodput)}"),
         ],
         ["requests, most loaded pod over mean", number(loads.requests.max_over_mean)],
-        ["uncached tokens, likewise", number(loads.uncached_tokens.max_over_mean)],
+        ["uncached tokens, the same ratio", number(loads.uncached_tokens.max_over_mean)],
         *_estimate_rows(run.prediction.mean_absolute_error_tokens),
         ["age of metrics at a decision", seconds(run.metrics_age_s)],
         *_peer_rows(run.peers),
@@ -223,31 +235,38 @@ def fact_rows(run: RunSummary) -> list[list[str]]:
 
 
 def targets(goodput: Goodput) -> str:
-    """What makes a request good."""
+    """Return the latency targets of a good request, in words."""
     ttft, tpot = limit(goodput.ttft_target_s), limit(goodput.tpot_target_s)
     return f"TTFT up to {ttft} and TPOT up to {tpot}"
 
 
 def _estimate_rows(error_tokens: float | None) -> list[list[str]]:
-    """None for a policy that estimates nothing."""
+    """Return the row of the picker's cache estimate, or none for a policy that estimates
+    nothing.
+    """
     if error_tokens is None:
         return []
-    return [["the picker's estimate of the cache", f"off by {number(error_tokens)} tokens"]]
+    return [
+        [
+            "the picker's estimate of the cache",
+            f"mean absolute error of {number(error_tokens)} tokens",
+        ]
+    ]
 
 
 def _peer_rows(peers: PeerSummary | UnsetType) -> list[list[str]]:
-    """None where pickers tell each other nothing."""
+    """Return the rows of the exchange between pickers, or none if pickers share nothing."""
     if peers is UNSET:
         return []
     told = f"{peers.frames:,} frames, {peers.bytes / 1e6:.3g} MB, {peers.frames_lost:,} lost"
     learnt = f"{peers.records_applied:,}"
     if unknown := peers.records_unknown_chain:
-        learnt += f", {unknown:,} went on from a chain that was lost"
-    return [["told to other pickers", told], ["decisions learnt of others", learnt]]
+        learnt += f", {unknown:,} continued a lost chain"
+    return [["sent to other pickers", told], ["decisions received from others", learnt]]
 
 
 def _pool_rows(pool: PoolSummary | UnsetType) -> list[list[str]]:
-    """None of a summary that is not of a whole run."""
+    """Return the rows of the number of pods, or none if the summary is not that of a whole run."""
     if pool is UNSET:
         return []
     told = f"{pool.pods_min:,}"
@@ -261,12 +280,12 @@ def _reasons(counts: dict[str, int]) -> str:
 
 
 def _tiers(tokens: Mapping[str, int]) -> str:
-    """Tokens found, in the words of the page that tells them."""
+    """Return the number of cached tokens by tier; the tiers have the names of the metrics page."""
     return ", ".join(f"{tier} {found:,}" for tier, found in tokens.items())
 
 
 def run_table(run: RunSummary) -> str:
-    """For the terminal."""
+    """Return the table of a run for the terminal."""
     rows = fact_rows(run)
     width = max(len(name) for name, _ in rows)
     facts = "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
@@ -275,9 +294,10 @@ def run_table(run: RunSummary) -> str:
 
 
 def warnings_of(summary: RepeatedSummary) -> list[str]:
-    """What would mislead whoever reads a comparison, a sweep or a sizing, each once.
+    """Return each warning of a comparison, a sweep or a sizing once.
 
-    Estimated profiles come first, also those of options without a run; the others are of the first seed.
+    Warnings about estimated profiles come first, including options without a run. All others are
+    those of the first seed.
     """
     estimated: dict[str, str] = summary.conditions.get("estimated", {})
     estimates = [estimate_warning(name, said) for name, said in estimated.items()]
@@ -295,9 +315,13 @@ def warnings_of(summary: RepeatedSummary) -> list[str]:
 
 
 def run_report(summary: ReplaySummary) -> str:
-    """report.md of one run."""
+    """Return report.md of one run."""
     run = summary.run
-    notes = "" if summary.complete else "**Interrupted: only what had ended is counted.**\n\n"
+    notes = (
+        ""
+        if summary.complete
+        else "**Interrupted: the figures cover only requests that had ended.**\n\n"
+    )
     notes += "".join(f"**{warning}**\n\n" for warning in run.warnings)
     conditions = summary.conditions
     rows = [["", ""], *fact_rows(run)]
@@ -315,30 +339,33 @@ def run_report(summary: ReplaySummary) -> str:
 
 
 def varied_sentences(summary: RepeatedSummary) -> str:
-    """What was varied between the seeds of a comparison or a sweep, and what intervals mean."""
+    """Return what was varied between the seeds, and what the confidence intervals mean."""
     first, seeds = summary.first_seed, summary.seeds
     alike = "the same for every configuration"
     if seeds == 1:
         return (
-            f"Seed {first}, one seed: nothing was varied, and how far other traffic would differ is "
-            "not known (--seeds)."
+            f"The only seed is {first}: nothing was varied, so the figures have no confidence "
+            "intervals. Confidence intervals need at least 3 seeds; pass --seeds 3."
         )
     if summary.generated:
         return (
-            f"Seeds {first} to {first + seeds - 1}: each draws the traffic anew, and scrapes and "
-            f"ties, {alike}. Figures are means over {summary.varied}; a 95 % interval holds the "
-            "mean over ever more of them, 19 times out of 20."
+            f"Seeds {first} to {first + seeds - 1}: each is a random draw of the traffic, of "
+            f"scrape times and of ties, {alike}. Each figure is the mean of {summary.varied}. A "
+            "95 % confidence interval, which needs at least 3 seeds, contains the mean over all "
+            "possible draws 19 times out of 20."
         )
     return (
-        f"Seed {first} replays the trace as it was recorded: its figures are shown. Each other one "
-        f"replays a resample of it, with scrapes and ties of its own, {alike}. A 95 % interval, over "
-        f"{summary.varied}, says how far the figure may be off for such traffic at large; what "
-        "never happens in this trace it does not know."
+        f"Seed {first} replays the recorded trace, and its figures are shown. Each other seed "
+        f"replays a resample of the trace with its own scrape times and ties, {alike}. A 95 % "
+        f"confidence interval, over {summary.varied}, shows how far the figure may be off for "
+        "such traffic in general. It does not cover events that never occur in this trace."
     )
 
 
 def assumption_rows(assumptions: Sequence[AssumptionSummary]) -> list[list[str]]:
-    """The constants that come from one set-up, with their ranges; the first row is the head."""
+    """Return the table of constants that come from one set-up, with their ranges; the first row is
+    the head.
+    """
     rows = [["constant", "here", "range", "source"]]
     for one in assumptions:
         unit = f" {one.unit}" if one.unit else ""
@@ -349,7 +376,9 @@ def assumption_rows(assumptions: Sequence[AssumptionSummary]) -> list[list[str]]
 
 
 def foot(assumptions: Sequence[AssumptionSummary]) -> str:
-    """The end of a report.md: what no figure of it holds."""
+    """Return the end of a report.md: effects that are not modelled, and constants from one
+    set-up.
+    """
     left_out = "\n".join(f"- {sentence}" for sentence in NOT_MODELLED)
     return (
         f"## What is not modelled\n\n{left_out}\n\n## Constants from one set-up\n\n{CONSTANTS}\n\n"
@@ -358,19 +387,23 @@ def foot(assumptions: Sequence[AssumptionSummary]) -> str:
 
 
 def windows_sentence(runs: Sequence[NamedRun]) -> str:
-    """What was left out of the figures of a comparison or a sweep."""
+    """Return which parts of the runs are excluded from the figures."""
     warm_up = max(one.run.window.warm_up_s for one in runs)
     drain = max(one.run.window.drain_s for one in runs)
-    first = f"The first {seconds(warm_up)} are" if warm_up else "Nothing is"
+    first = (
+        f"The warm-up (first {seconds(warm_up)}) is excluded"
+        if warm_up
+        else "No warm-up is excluded"
+    )
     return (
-        f"{first} left out as warm-up; of throughput and ITL also the drain after the last arrival, "
-        f"up to {seconds(drain)}. ITL is the time between two tokens, a stall one of more than "
+        f"{first}. Throughput and ITL also exclude the drain after the last arrival, up to "
+        f"{seconds(drain)}. ITL is the time between two tokens. A stall is an ITL of more than "
         f"{STALL_MEDIANS} medians."
     )
 
 
 def condition_rows(conditions: Conditions) -> list[list[str]]:
-    """What was run, in words: name and value."""
+    """Return the conditions of a run as rows of label and value."""
     return [
         [_CONDITIONS.get(name, name), _words(name, value)] for name, value in conditions.items()
     ]

@@ -1,4 +1,6 @@
-"""The page of one run: what clients saw, what pods did, and why each request went where it went."""
+"""The page of one run: latencies of clients, states of pods, and the reason for each routing
+decision.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -37,19 +39,21 @@ from sim.reports.report import condition_rows, fact_rows, number, seconds, share
 
 _WINDOWS: Final = 40
 _DECISIONS_SHOWN: Final = 2_000
-"""Lines of decisions.jsonl that the page carries: evenly spread over the run."""
+"""Maximum number of lines of decisions.jsonl on the page, spread evenly over the run."""
 _CANDIDATES_SHOWN: Final = 16
 _PODS_SHOWN: Final = 32
 _SPANS: Final = 36
-"""Of a pod's small chart, of each of which the lowest and the highest point are drawn."""
+"""Parts of a pod's small chart. The chart draws the lowest and the highest point of each part."""
 _ENDED: Final = {
     Fate.FAILED: ", which could not serve it",
-    Fate.ABORTED: "; its client left before the end",
+    Fate.ABORTED: ", and its client left before the end",
 }
 
 
 def run_page(summary: ReplaySummary, series: Series, decisions: Path | None) -> str:
-    """report.html. `decisions`: decisions.jsonl, if it was written."""
+    """Return report.html. `decisions` is the path of decisions.jsonl, or None if it was not
+    written.
+    """
     conditions, run = summary.conditions, summary.run
     rows = condition_rows(conditions)
     body = [
@@ -72,7 +76,7 @@ def run_page(summary: ReplaySummary, series: Series, decisions: Path | None) -> 
         figure("What was run", facts_table(rows)),
         page_foot(summary.assumptions),
     ]
-    note = "" if summary.complete else " Interrupted: only what had ended is shown."
+    note = "" if summary.complete else " Interrupted: the page shows only requests that had ended."
     said = f"{conditions['pods']} simulated pods, seed {summary.seed}.{note}"
     return page(
         f"{summary.config} on {conditions['trace']}",
@@ -95,7 +99,7 @@ def _facts(run: RunSummary) -> list[tuple[str, str]]:
 
 
 def _ttft_over_rate(series: Series) -> str:
-    """Windows of the run by how many requests arrived in them: whether load hurts."""
+    """Return TTFT over the arrival rate in windows of the run, which shows the effect of load."""
     caption = "TTFT over the arrival rate, by window of the run"
     if len(series) < _WINDOWS:
         return figure(caption, "<p>Too few requests.</p>")
@@ -120,14 +124,14 @@ def _hit_rates(summary: ReplaySummary) -> str:
     ceilings = None if summary.ceilings is UNSET else summary.ceilings
     if ceilings:
         rates |= {
-            "one endless cache": ceilings.one_cache,
-            "endless, affinity": ceilings.affinity,
+            "one infinite cache": ceilings.one_cache,
+            "infinite, affinity": ceilings.affinity,
             "this size, affinity": ceilings.affinity_at_capacity,
             "this size, random": ceilings.random_at_capacity,
         }
     caption = "Share of prompt tokens served from the cache"
     if ceilings:
-        caption += ", its ceiling (one endless cache), and estimates of other ways to place them"
+        caption += ", its upper limit (one infinite cache), and estimates for other placements"
     return figure(caption, bars(rates))
 
 
@@ -151,11 +155,11 @@ def _uncached(run: RunSummary) -> str:
 
 
 def _pod_count(timeline: TimelineSummary) -> str:
-    """Over time, if there were not always as many."""
+    """Return the number of pods over time, or nothing if it never changed."""
     counts = timeline.pod_count
     if len(set(counts)) < 2:
         return ""
-    caption = "How many pods start, serve, drain or restart, over time"
+    caption = "Number of pods that start, serve, drain or restart, over time"
     points = list(zip(timeline.time_s, map(float, counts), strict=True))
     x = Axis.over([at for at, _ in points], unit="s", title="time")
     y = Axis.over([0.0, *(count for _, count in points)], title="pods")
@@ -163,7 +167,7 @@ def _pod_count(timeline: TimelineSummary) -> str:
 
 
 def _timelines(timeline: TimelineSummary) -> str:
-    """Two small charts a pod: its requests, and its cache in per cent, over time."""
+    """Return two small charts per pod over time: its requests, and its cache in per cent."""
     times = timeline.time_s
     if not times:
         return ""
@@ -199,7 +203,7 @@ def _per_cent(times: Sequence[float], shares: Iterable[float]) -> Points:
 
 
 def thinned(points: Iterable[tuple[float, float]]) -> Points:
-    """At most two points a span, so that no peak is lost; all of them if they are few."""
+    """Return at most two points per part, so that peaks remain; all points if they are few."""
     line = list(points)
     if len(line) <= 2 * _SPANS:
         return line
@@ -211,7 +215,7 @@ def thinned(points: Iterable[tuple[float, float]]) -> Points:
 
 
 def _explorer(decisions: Path | None) -> str:
-    """A search field, a table, and the decisions themselves as data of the page."""
+    """Return a search field, a table, and the decisions as data of the page."""
     if decisions is None:
         return ""
     with decisions.open("rb") as file:
@@ -227,10 +231,11 @@ def _explorer(decisions: Path | None) -> str:
             "decisions.jsonl has all of them"
         )
     candidates = '<table class="numbers" id="candidates"></table>'
-    # Nothing in it may end the element that holds it.
+    # A "<" in the data could end the element that contains it.
     data = encode(kept).decode().replace("<", "\\u003c")
     return (
-        f"<figure><figcaption>Why this pod?</figcaption><p>{which}. Line of the trace, from 0: "
+        f"<figure><figcaption>Why this pod?</figcaption><p>{which}. Line of the trace, starting "
+        "from 0: "
         '<input id="wanted" type="number" min="0" value="0"></p>'
         f'<p id="missing"></p><p id="said"></p>{scrolling(candidates)}'
         f'</figure><script type="application/json" id="decisions">{data}</script>'
@@ -238,9 +243,11 @@ def _explorer(decisions: Path | None) -> str:
 
 
 def explained(line: dict[str, Any]) -> dict[str, Any]:
-    """A line of decisions.jsonl in words: `request`, `said`, `rows` of a table, `chosen` of them.
+    """Return a line of decisions.jsonl for people, with the keys `request`, `said`, `rows` and
+    `chosen`.
 
-    The first row is the head; the best candidates come first.
+    `rows` is a table; its first row is the head, and the best candidates come first. `chosen` is
+    the index of the chosen candidate's row, or None.
     """
     scored = sorted(line["candidates"], key=lambda candidate: -candidate["score"])
     rows: list[list[str]] = []
@@ -262,8 +269,12 @@ def explained(line: dict[str, Any]) -> dict[str, Any]:
 def _said(line: dict[str, Any]) -> str:
     request = f"Request {line['request']}"
     if line["time_s"] is None:
-        why = "none was there" if line["outcome"] == Fate.FAILED else "its client left before"
-        return f"{request} never got to a picker: {why}."
+        why = (
+            "no picker was there"
+            if line["outcome"] == Fate.FAILED
+            else "its client left before that"
+        )
+        return f"{request} did not reach a picker: {why}."
     request += f" at {line['time_s']:.3f} s"
     if line["endpoint"] is None:
         return f"{request} was refused: {line['refusal'].rstrip('.')}."
@@ -271,10 +282,10 @@ def _said(line: dict[str, Any]) -> str:
     ended = _ENDED.get(line["outcome"], f"; {found}")
     expected = f"The picker expected {line['predicted_cached_tokens']:,} cached tokens."
     if not line["candidates"]:
-        expected = "This policy scores no pods, so that there is nothing to compare."
-    where = f"went to {line['endpoint']}"
+        expected = "This policy scores no pods, so there is nothing to compare."
+    where = f"was routed to {line['endpoint']}"
     if line["served"] is not None:
-        where = f"was meant for {line['endpoint']} and went to {line['served']}"
+        where = f"was routed to {line['endpoint']} and rerouted to {line['served']}"
     return f"{request} {where}{ended}. {expected}"
 
 

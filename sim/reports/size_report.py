@@ -1,4 +1,4 @@
-"""How a sizing is told: a table, report.md, and a page with the frontier."""
+"""The report of a sizing: a table, report.md, and a page with the frontier."""
 
 import math
 from typing import Final
@@ -41,42 +41,43 @@ from sim.reports.report import (
 )
 
 USED_MAX: Final = 50.0
-"""Overrun pools break bounds a thousandfold: how much is no matter, and labels have little room."""
+"""Maximum used share that is shown. Overloaded pools exceed bounds a thousandfold, and the exact
+amount does not matter."""
 _USED_MIN: Final = 0.01
-"""Where hardly anything is used, how little is no matter either, and 0 has no logarithm."""
+"""Minimum used share in charts, because a logarithmic axis cannot show 0."""
 _EVEN_AXIS_MAX: Final = 10.0
-"""Times that the dearest costs what the cheapest does: beyond it the cheap ones would lie on top of
-each other."""
+"""Maximum ratio of the highest to the lowest cost for a linear axis. Beyond it, the cheap options
+would overlap."""
 _FRONT: Final = "the front"
-_ALLOWED: Final = "all that is allowed"
-_NOT_COMPLETE: Final = "Not complete: the same command goes on from here."
+_ALLOWED: Final = "the limit"
+_NOT_COMPLETE: Final = "Not complete: run the same command again to continue."
 _HOUR_S: Final = 3600.0
 
 
 class _Table(Struct, frozen=True, kw_only=True):
-    """One of the report."""
+    """A table of the report, with its title and a note."""
 
     title: str
     rows: list[list[str]]
     note: str = ""
-    """What its heads do not say."""
+    """Explanation of the heads."""
     facts: bool = False
-    """Names and what they are: there is no head."""
+    """True if rows are names and values without a head."""
 
     def markdown(self) -> str:
-        """With its title and its note."""
+        """Return the table as Markdown, with its title and its note."""
         note = f"{self.note}\n\n" if self.note else ""
         return f"## {self.title}\n\n{note}{markdown_table(self.rows)}"
 
     def figure(self) -> str:
-        """Of the page."""
+        """Return the table as a figure of the page."""
         note = f"<p>{words(self.note)}</p>" if self.note else ""
         told = facts_table(self.rows[1:]) if self.facts else html_table(self.rows)
         return figure(self.title, note + told)
 
 
 def size_table(summary: SizeSummary) -> str:
-    """For the terminal."""
+    """Return the tables and conclusions of a sizing for the terminal."""
     warnings = "".join(f"{warning}\n\n" for warning in _warnings(summary))
     told = (_option_rows(summary), _bound_rows(summary), _headroom_rows(summary))
     parts = [table(rows) for rows in told if len(rows) > 1]
@@ -85,7 +86,7 @@ def size_table(summary: SizeSummary) -> str:
 
 
 def size_report(summary: SizeSummary) -> str:
-    """report.md of a sizing."""
+    """Return report.md of a sizing."""
     notes = "" if summary.complete else f"**{_NOT_COMPLETE}**\n\n"
     notes += "".join(f"**{warning}**\n\n" for warning in _warnings(summary))
     parts = [f"# Pods for {summary.conditions['trace']}\n\n{notes}{_conclusion(summary)}"]
@@ -99,7 +100,7 @@ def size_report(summary: SizeSummary) -> str:
 
 
 def size_page(summary: SizeSummary) -> str:
-    """report.html: the frontier, the trace over time, and all numbers."""
+    """Return report.html: the frontier, the trace over time, and all tables."""
     note = [] if summary.complete else [_NOT_COMPLETE]
     introduction = [*_warnings(summary), _conclusion(summary), *note, *_basis(summary)]
     figures = [one.figure() for one in _tables(summary)]
@@ -115,18 +116,20 @@ def size_page(summary: SizeSummary) -> str:
 
 
 def _warnings(summary: SizeSummary) -> list[str]:
-    """Return what would mislead a reader, the exclusion first."""
+    """Return warnings about results that would mislead a reader; the one about the excluded part
+    comes first.
+    """
     told = summary.warm_up.warning
     return [*([f"Warning: {told}"] if told else []), *warnings_of(summary)]
 
 
 def _tables(summary: SizeSummary) -> list[_Table]:
-    """None that has only a head."""
+    """Return all tables that have more rows than their head."""
     told = [
         _Table(title="Options", rows=_option_rows(summary), note=_options_note(summary)),
         _Table(title="Bounds", rows=_bound_rows(summary), note=_bounds_note(summary)),
         _Table(title="Headroom", rows=_headroom_rows(summary), note=_headroom_words(summary)),
-        _Table(title="Under an autoscaler", rows=_autoscaling_rows(summary), facts=True),
+        _Table(title="With an autoscaler", rows=_autoscaling_rows(summary), facts=True),
         _Table(title="Every number of pods that was tried", rows=_count_rows(summary)),
     ]
     return [one for one in told if len(one.rows) > 1]
@@ -136,11 +139,13 @@ def _options_note(summary: SizeSummary) -> str:
     told = ""
     if _priced(summary):
         told = "Costs are in the currency of the prices"
-        told += ", of tokens those of what was sized for. " if _cut(summary) else ". "
+        told += (
+            "; costs of tokens cover the stretch that was sized for. " if _cut(summary) else ". "
+        )
     if _fronted(summary):
         told += (
-            "What is on the front no other option beats in both "
-            f"{'cost' if _priced(summary) else 'pods'} and what is left of the bounds."
+            "No other option is better than an option on the front in both "
+            f"{'cost' if _priced(summary) else 'pods'} and remaining room in the bounds."
         )
     return told.rstrip()
 
@@ -148,7 +153,10 @@ def _options_note(summary: SizeSummary) -> str:
 def _bounds_note(summary: SizeSummary) -> str:
     if all(option.pods is not None for option in summary.options):
         return ""
-    return "Of an option for which no number was found: of the highest that was tried."
+    return (
+        "Options without a sufficient number of pods are shown with the highest number that was "
+        "tried."
+    )
 
 
 def _headroom_words(summary: SizeSummary) -> str:
@@ -157,18 +165,18 @@ def _headroom_words(summary: SizeSummary) -> str:
 
 
 def number_of_pods(pods: int | None) -> str:
-    """What was found."""
+    """Return a number of pods as text, "none" for None."""
     return "none" if pods is None else f"{pods:,}"
 
 
 def promised(summary: SizeSummary) -> str:
-    """The bounds, in words."""
+    """Return the bounds in words."""
     named = (bound.rpartition("=") for bound in summary.bounds)
     return ", ".join(f"{name} {_limit(name, float(limited))}" for name, _, limited in named)
 
 
 def name_of(option: SizedSummary) -> str:
-    """What tells an option from the others."""
+    """Return the name of an option, which is unique within a sizing."""
     return f"{option.profile}, {option.config}"
 
 
@@ -176,7 +184,9 @@ def _option_rows(summary: SizeSummary) -> list[list[str]]:
     checked = any(option.every_count is not UNSET for option in summary.options)
     priced, fronted = _priced(summary), _fronted(summary)
     head = ["option", "pods"]
-    head += ["cost\nan hour", "a million\ntokens", "a million\noutput tokens"] if priced else []
+    head += (
+        ["cost\nper hour", "per million\ntokens", "per million\noutput tokens"] if priced else []
+    )
     head += ["of bounds\nused", *(["front"] if fronted else []), "runs"]
     rows = [head + (["by every\nnumber", "its runs"] if checked else [])]
     for at, option in enumerate(summary.options):
@@ -201,12 +211,14 @@ def _option_rows(summary: SizeSummary) -> list[list[str]]:
 
 
 def _fronted(summary: SizeSummary) -> bool:
-    """There is something to be beaten by."""
+    """Return whether a front of options exists: more than one option, and at least one of them on
+    it.
+    """
     return len(summary.options) > 1 and any(option.on_front for option in summary.options)
 
 
 def _priced(summary: SizeSummary) -> bool:
-    """There are costs to tell."""
+    """Return whether any option has a price."""
     return any(option.price_per_hour is not None for option in summary.options)
 
 
@@ -238,18 +250,18 @@ def _bound_rows(summary: SizeSummary) -> list[list[str]]:
 
 
 def _part_of(bound: BoundSummary) -> str:
-    """Return the name of a bound, and of which part of the traffic its figure is."""
+    """Return the name of a bound, and the part of the traffic that its figure covers."""
     return f"{bound.name}, busiest part" if bound.busiest else bound.name
 
 
 def _found(option: SizedSummary) -> CountSummary | None:
-    """What was tried of the number that was found for it."""
+    """Return the result for the number of pods that was found; None if no number was found."""
     return next((one for one in option.counts if one.pods == option.pods), None)
 
 
 def _headroom_rows(summary: SizeSummary) -> list[list[str]]:
     priced = _priced(summary)
-    rows = [["if", "pods", *(["cost\nan hour"] if priced else [])]]
+    rows = [["if", "pods", *(["cost\nper hour"] if priced else [])]]
     for one in summary.headroom:
         cost = [number(one.cost_per_hour)] if priced else []
         rows.append([one.case, _pods(one.pods, summary), *cost])
@@ -264,26 +276,26 @@ def _autoscaling_rows(summary: SizeSummary) -> list[list[str]]:
     saved = None
     if found.pod_hours is not None and found.fixed_pod_hours:
         saved = 1 - found.pod_hours / found.fixed_pod_hours
-    kept = "cannot be told of one run" if found.kept is None else "yes" if found.kept else "no"
+    kept = "unknown after one run" if found.kept is None else "yes" if found.kept else "no"
     broken = [_part_of(bound) for bound in found.bounds if not bound.kept_by_figure]
     return [
         *rows,
-        ["target of HPA or KEDA", f"{number(found.target)} {found.metric} a pod"],
+        ["target of HPA or KEDA", f"{number(found.target)} {found.metric} per pod"],
         ["pods allowed", f"{found.pods_min:,} to {found.pods_max:,}"],
-        ["a new pod serves after", limit(found.startup_s)],
-        ["replayed", "the whole trace" if found.whole_trace else "what was sized for"],
-        ["pods, mean and most", f"{number(found.pods_mean)}, {found.pods_highest or '-'}"],
+        ["start-up time of a new pod", limit(found.startup_s)],
+        ["replayed", "the whole trace" if found.whole_trace else "the stretch that was sized for"],
+        ["pods, mean and maximum", f"{number(found.pods_mean)}, {found.pods_highest or '-'}"],
         ["pod-hours", f"{number(found.pod_hours)}, fixed {number(found.fixed_pod_hours)}"],
         ["used more" if saved is not None and saved < 0 else "saved", share(saved and abs(saved))],
-        ["bounds surely kept", kept],
-        ["bounds that the figures break", ", ".join(broken) or "none"],
+        ["bounds kept with 95 % confidence", kept],
+        ["bounds broken by the figures", ", ".join(broken) or "none"],
         ["repetitions", f"{found.runs}{f', {found.varied}' if found.varied else ''}"],
     ]
 
 
 def _count_rows(summary: SizeSummary) -> list[list[str]]:
     priced = _priced(summary)
-    rows = [["option", "pods", "runs", *(["cost\nan hour"] if priced else []), "used", "kept"]]
+    rows = [["option", "pods", "runs", *(["cost\nper hour"] if priced else []), "used", "kept"]]
     tried = [(name_of(option), one) for option in summary.options for one in option.counts]
     tried += [(f"with {case.case}", one) for case in summary.headroom for one in case.counts]
     for name, one in tried:
@@ -301,39 +313,39 @@ def _count_rows(summary: SizeSummary) -> list[list[str]]:
 
 
 def _conclusion(summary: SizeSummary) -> str:
-    """The answer, in a sentence or two."""
+    """Return the answer in one or two sentences."""
     if summary.chosen is None:
-        told = summary.why_none or "No option has been searched to its end yet."
+        told = summary.why_none or "The search of all options is still incomplete."
         return f"{told}{_nearest(summary)}"
     option = summary.options[summary.chosen]
     pods = f"{option.pods:,} pod{'' if option.pods == 1 else 's'}"
     money = ""
     if option.cost_per_hour is not None:
-        money = f", for {number(option.cost_per_hour)} an hour"
+        money = f", for {number(option.cost_per_hour)} per hour"
         if option.cost_per_million_tokens is not None:
-            money += f" and {number(option.cost_per_million_tokens)} a million tokens"
+            money += f" and {number(option.cost_per_million_tokens)} per million tokens"
             if _cut(summary):
                 whole = _over_whole(summary, option.cost_per_million_tokens)
-                money += f" of what was sized for, {number(whole)} of the whole trace"
+                money += f" in the stretch that was sized for, {number(whole)} over the whole trace"
     told = (
         f"{pods} of {option.profile} under {option.config} keep{'s' if option.pods == 1 else ''} "
         f"{promised(summary)}, with 95 % confidence{money}."
     )
     if option.pods_perhaps is not None:
         told += (
-            f" {option.pods_perhaps:,} might do: the figures keep the bounds there, and their "
-            "95 % limits do not; a longer trace or more seeds could tell."
+            f" {option.pods_perhaps:,} might suffice: the figures keep the bounds there, but their "
+            "95 % limits do not. A longer trace or more seeds could decide it."
         )
     return told
 
 
 def _cut(summary: SizeSummary) -> bool:
-    """Not all of the trace is sized for."""
+    """Return whether only a part of the trace was sized for."""
     return summary.sized_for.requests < summary.trace.requests
 
 
 def _over_whole(summary: SizeSummary, cost: float) -> float:
-    """What a million tokens cost if the pods of the busiest stretch are there all the time."""
+    """Return the cost of a million tokens if the pods for the busiest stretch run all the time."""
     rates = [
         (one.prompt_tokens + one.output_tokens) / (one.end_s - one.start_s)
         for one in (summary.sized_for, summary.trace)
@@ -342,7 +354,7 @@ def _over_whole(summary: SizeSummary, cost: float) -> float:
 
 
 def _nearest(summary: SizeSummary) -> str:
-    """Where nothing is enough, how far from it the best that was tried is."""
+    """Return how far the best result is from the bounds, or nothing if some option keeps them."""
     tried = [
         (one.used, one.pods, name_of(option), one)
         for option in summary.options
@@ -355,8 +367,8 @@ def _nearest(summary: SizeSummary) -> str:
     bound = next(one for one in nearest.bounds if one.used == used)
     sure = "" if bound.sure is None else f" (95 % limit {_shown(bound.name, bound.sure)})"
     return (
-        f" Nearest came {pods:,} pod{'' if pods == 1 else 's'} of {name}: {_part_of(bound)} was "
-        f"{_shown(bound.name, bound.figure.value)}{sure}, and is to be "
+        f" The nearest result is {pods:,} pod{'' if pods == 1 else 's'} of {name}: "
+        f"{_part_of(bound)} was {_shown(bound.name, bound.figure.value)}{sure}, and must be "
         f"{_limit(bound.name, bound.limit)}."
     )
 
@@ -376,14 +388,14 @@ def _autoscaling_sentence(summary: SizeSummary) -> list[str]:
     if found is None:
         return []
     shown = (
-        "kept the bounds surely"
+        "kept the bounds with 95 % confidence"
         if found.kept
         else "broke bounds"
         if any(not bound.kept_by_figure for bound in found.bounds)
-        else "kept the bounds, not surely"
+        else "kept the bounds in the figures, but not with 95 % confidence"
     )
     told = (
-        f"An autoscaler with a target of {number(found.target)} {found.metric} a pod, "
+        f"An autoscaler with a target of {number(found.target)} {found.metric} per pod, "
         f"{found.pods_min:,} to {found.pods_max:,} pods, {shown} and used "
         f"{number(found.pod_hours)} pod-hours instead of {number(found.fixed_pod_hours)}."
     )
@@ -391,22 +403,23 @@ def _autoscaling_sentence(summary: SizeSummary) -> list[str]:
 
 
 def _basis(summary: SizeSummary) -> list[str]:
-    """What was replayed, what was varied, and how surely that is known."""
+    """Return which traffic was replayed, what was varied, and how certain the result is."""
     told = []
     whole, part = summary.trace, summary.sized_for
     if _cut(summary):
         told.append(
-            f"Sized for the busiest {limit(round(part.end_s - part.start_s))} of the trace, from "
-            f"{part.start_s / _HOUR_S:,.1f} h on: {part.requests:,} of its {whole.requests:,} requests, at "
-            f"{number(_rate(part) / _rate(whole))} times its mean rate."
+            f"The sizing covers the busiest {limit(round(part.end_s - part.start_s))} of the "
+            f"trace, from {part.start_s / _HOUR_S:,.1f} h on: {part.requests:,} of its "
+            f"{whole.requests:,} requests, at {number(_rate(part) / _rate(whole))} times its mean "
+            "rate."
         )
     if summary.runs:
         told.append(f"{varied_sentences(summary)} {windows_sentence(summary.runs)}")
         told.append(_judged(summary))
         told.append(
-            "A bound is kept if its 95 % limit is within it: 19 of 20 further stretches of such traffic "
-            "keep it. That says nothing of traffic that is unlike all of the trace, nor of an engine "
-            f"that is unlike its profile. {_neighbours(summary)}"
+            "A bound is kept if its 95 % limit is within the bound. Then 19 of 20 further "
+            "stretches of such traffic keep it. This does not cover traffic that differs from "
+            f"the whole trace, or an engine that differs from its profile. {_neighbours(summary)}"
         )
     return told
 
@@ -416,17 +429,17 @@ def _judged(summary: SizeSummary) -> str:
     part = summary.warm_up
     length = limit(round(part.busiest_s))
     told = (
-        f"Each bound is judged on all of the traffic after the warm-up, and on its busiest {length} "
-        "alone. The busiest part is where the requests that arrive ask for most work: prompt tokens "
-        "that were not cached, and ten times the output tokens."
+        "Each bound is judged on all of the traffic after the warm-up, and on its busiest "
+        f"{length} alone. The busiest part is where the arriving requests have the most work: "
+        "uncached prompt tokens, plus ten times the output tokens."
     )
     return f"{told} {_why_excluded(part)}"
 
 
 def _why_excluded(part: WarmUpSummary) -> str:
-    """Return why the warm-up is as long as it is."""
+    """Return the reason for the length of the warm-up."""
     if part.given:
-        return "The warm-up is that of --warm-up."
+        return "The warm-up was set by --warm-up."
     if not part.needed_s:
         return "Caches need no warm-up for this traffic."
     told = f"The warm-up is the first {seconds(part.seconds)} of the trace at every load"
@@ -439,11 +452,11 @@ def _why_excluded(part: WarmUpSummary) -> str:
 
 
 def _neighbours(summary: SizeSummary) -> str:
-    """What the answer was held to."""
+    """Return which neighbouring numbers of pods confirm the answer."""
     pods = None if summary.chosen is None else summary.options[summary.chosen].pods
-    above = "" if pods == summary.pods_max else ", as the one above it does"
-    below = "" if pods == 1 else ", while the one below does not"
-    return f"The answer is the smallest number that keeps all{above}{below}."
+    above = "" if pods == summary.pods_max else ". The next higher number keeps them too"
+    below = "" if pods == 1 else ". The next lower number does not"
+    return f"The answer is the smallest number that keeps all bounds{above}{below}."
 
 
 def _rate(stretch: DemandSummary) -> float:
@@ -452,7 +465,9 @@ def _rate(stretch: DemandSummary) -> float:
 
 
 def _frontier(summary: SizeSummary) -> str:
-    """How much of the bounds is used over what it costs, a line an option; up to 100 % is kept."""
+    """Return the used share of the bounds over the cost, one line per option; up to 100 % is within
+    the bounds.
+    """
     priced = all(option.price_per_hour is not None for option in summary.options)
 
     def place(one: CountSummary | None) -> tuple[float, float] | None:
@@ -479,33 +494,36 @@ def _frontier(summary: SizeSummary) -> str:
     title = "cost" if priced else "pods"
     x = Axis.over(
         costs,
-        unit="an hour" if priced else "",
+        unit="per hour" if priced else "",
         title=title,
         logarithmic=min(costs) > 0 and max(costs) > _EVEN_AXIS_MAX * min(costs),
         whole=not priced,
     )
     y = Axis.over(
-        [*(used for _, used in flat), 100.0], unit="%", title="of the bounds used", logarithmic=True
+        [*(used for _, used in flat), 100.0],
+        unit="%",
+        title="used share of the bounds",
+        logarithmic=True,
     )
     if len(front) > 1:
         lines[_FRONT] = sorted(front)
     lines[_ALLOWED] = [(x.low, 100.0), (x.high, 100.0)]
-    caption = f"How much of the bounds is used, over the {title}"
+    caption = f"Used share of the bounds over the {title}"
     drawing = wide_line_chart(
         lines, x=x, y=y, label=caption, dots=Dots(bare=(_FRONT, _ALLOWED), large=found)
     )
     told = (
-        "A dot is a number of pods that was tried, a large one the number that was found. "
-        "What lies above 100 % breaks a bound"
+        "A dot is a number of pods that was tried, and a large dot is the number that was found. "
+        "A dot above 100 % breaks a bound"
     )
     if any(used >= 100 * USED_MAX for _, used in flat):
-        told += f"; {100 * USED_MAX:,.0f} % is that much or more"
+        told += f"; {100 * USED_MAX:,.0f} % stands for that share and any larger one"
     told += "."
     return figure(caption, f"<p>{words(told)}</p>{drawing}", list(lines))
 
 
 def _over_time(summary: SizeSummary) -> str:
-    """The work that arrives, and what was sized for: where an autoscaler would have been."""
+    """Return the arriving work over time, and the part of it that was sized for."""
     stretches = summary.over_time
     if len(stretches) < 2:
         return ""
@@ -515,13 +533,13 @@ def _over_time(summary: SizeSummary) -> str:
     part = summary.sized_for
     sized = [at for at in points if part.start_s <= at[0] * _HOUR_S <= part.end_s]
     if _cut(summary) and len(sized) > 1:
-        lines["what was sized for"] = sized
+        lines["sized for"] = sized
     drawing = wide_line_chart(
         lines,
         x=Axis.over(
             [*(at for at, _ in points), stretches[-1].end_s / _HOUR_S], unit="h", title="time"
         ),
-        y=Axis(low=0, high=100, unit="%", title="of the busiest"),
+        y=Axis(low=0, high=100, unit="%", title="share of the busiest"),
         label=caption,
     )
     return figure(caption, drawing, list(lines) if len(lines) > 1 else ())

@@ -1,4 +1,4 @@
-"""How a sweep is told: a table, report.md, and a page of hockey sticks."""
+"""The report of a sweep: a table, report.md, and a page with figures over the request rate."""
 
 import math
 from collections.abc import Sequence
@@ -30,11 +30,12 @@ from sim.reports.report import (
 )
 
 _REACHED: Final = 0.95
-"""Share of the asked rate from which on it counts as reached: a last turn may come late."""
+"""Share of the requested rate from which the rate counts as reached. The last turn of a
+conversation may be late."""
 
 
 def sweep_table(summary: SweepSummary) -> str:
-    """For the terminal."""
+    """Return the tables and the basis of a sweep for the terminal."""
     intervals = _interval_rows(summary)
     told = f"{table(intervals)}\n\n" if intervals else ""
     warnings = "".join(f"{warning}\n\n" for warning in warnings_of(summary))
@@ -42,12 +43,12 @@ def sweep_table(summary: SweepSummary) -> str:
 
 
 def sweep_report(summary: SweepSummary) -> str:
-    """report.md of a sweep."""
+    """Return report.md of a sweep."""
     notes = "" if summary.complete else "**Not complete.**\n\n"
     notes += "".join(f"**{warning}**\n\n" for warning in warnings_of(summary))
     told = [["", ""], *condition_rows(summary.conditions)]
     intervals = _interval_rows(summary)
-    sure = f"## 95 % intervals\n\n{markdown_table(intervals)}\n\n" if intervals else ""
+    sure = f"## 95 % confidence intervals\n\n{markdown_table(intervals)}\n\n" if intervals else ""
     return (
         f"# Sweep of {summary.conditions['trace']}\n\n{notes}{_basis(summary)}\n\n"
         f"{markdown_table(_rows(summary))}\n\n{sure}"
@@ -56,7 +57,9 @@ def sweep_report(summary: SweepSummary) -> str:
 
 
 def sweep_page(summary: SweepSummary) -> str:
-    """report.html: latency, throughput and hit rate over the rate, a line a configuration."""
+    """Return report.html: latency, throughput and hit rate over the rate, one line per
+    configuration.
+    """
     points = summary.points
     names = list(dict.fromkeys(point.config for point in points))
     figures = [
@@ -74,11 +77,11 @@ def sweep_page(summary: SweepSummary) -> str:
     return page(
         f"Sweep of {summary.conditions['trace']}",
         "\n".join(
-            [*warnings_of(summary), f"The same requests at rising rates. {_basis(summary)}{note}"]
+            [*warnings_of(summary), f"All rates use the same requests. {_basis(summary)}{note}"]
         ),
         f'<div class="pair">{"".join(figures)}</div>'
         + figure("In numbers", html_table(_rows(summary)))
-        + (figure("95 % intervals", html_table(intervals)) if intervals else "")
+        + (figure("95 % confidence intervals", html_table(intervals)) if intervals else "")
         + figure("What was run", facts_table(rows))
         + page_foot(summary.assumptions),
     )
@@ -88,7 +91,7 @@ def _rows(summary: SweepSummary) -> list[list[str]]:
     rows = [
         [
             "configuration",
-            "requests/s\nasked for",
+            "requests/s\nrequested",
             "requests/s\nsent",
             "TTFT\nmean",
             "TTFT\np90",
@@ -97,7 +100,7 @@ def _rows(summary: SweepSummary) -> list[list[str]]:
             "output\ntokens/s",
             "hit\nrate",
             "within\ntargets",
-            "not complete",
+            "not completed",
         ]
     ]
     for point in summary.points:
@@ -118,11 +121,13 @@ def _rows(summary: SweepSummary) -> list[list[str]]:
 
 
 def _interval_rows(summary: SweepSummary) -> list[list[str]]:
-    """Nothing where there is too little to tell from."""
+    """Return the table of 95 % confidence intervals, or no rows if there is too little data for
+    any.
+    """
     names = ("ttft_mean_s", "ttft_p90_s", "output_tokens_per_s", "goodput")
     rows = [
         [
-            "95 % intervals",
+            "95 % confidence intervals",
             "requests/s",
             "TTFT mean",
             "TTFT p90",
@@ -141,7 +146,7 @@ def _between(name: str, found: EstimateSummary) -> str:
     low, high = found.low, found.high
     if low is None or high is None:
         return "-"
-    # Half a width on both sides may reach beyond what there can be.
+    # A symmetric interval may extend below 0 or above the maximum.
     highest = 1.0 if name == "goodput" else math.inf
     return f"{shown(name, max(low, 0.0))} to {shown(name, min(high, highest))}"
 
@@ -155,10 +160,13 @@ def _basis(summary: SweepSummary) -> str:
     if missed and summary.waits:
         rates = ", ".join(dict.fromkeys(f"{point.rate:g}" for point in missed))
         told += (
-            f" Not reached: {rates} requests/s, because requests of the trace wait for answers to "
-            "others; points are drawn at the rate that was sent."
+            f" The rates {rates} requests/s were not reached, because requests of the trace wait "
+            "for answers to others. Points are drawn at the rate that was sent."
         )
-    told += f" Within targets: {targets(points[0].goodput)}. {windows_sentence(summary.runs)}"
+    told += (
+        f" A request is within targets with {targets(points[0].goodput)}. "
+        f"{windows_sentence(summary.runs)}"
+    )
     lines = max(point.bad_lines for point in points)
     if lines:
         told += f" {lines:,} malformed lines of the trace were skipped."
@@ -174,7 +182,9 @@ def _over_rate(
     *,
     logarithmic: bool = False,
 ) -> str:
-    """A figure with its intervals; what is told in per cent is a share of one in the summary."""
+    """Return a figure with confidence intervals. Values in per cent are shares of 1 in the
+    summary.
+    """
     factor = 100 if unit == "%" else 1
     series: dict[str, Points] = {}
     whiskers: dict[str, Whiskers] = {}
@@ -207,5 +217,5 @@ def _over_rate(
 
 
 def _sent_per_s(point: SweepPoint) -> float:
-    """As asked where all requests came at once."""
+    """Return the sent rate, or the requested rate if all requests came at once."""
     return float(point.requests_per_s or point.rate)

@@ -1,4 +1,4 @@
-"""How a tuning is told: what it comes to, the judgement on the unused half, and all that was tried."""
+"""The report of a tuning: the conclusion, the judgement on the hold-out half, and all trials."""
 
 import math
 from collections.abc import Sequence
@@ -34,24 +34,24 @@ from sim.reports.report import (
 )
 
 TRIALS_SHOWN: Final = 12
-"""Of those that got furthest, the best."""
+"""Number of trials in the report: the best of those that ran on the largest share."""
 _MARGIN: Final = 1.02
-"""Round the points of a chart whose axis does not begin at 0."""
+"""Factor by which an axis that does not begin at 0 extends beyond the points."""
 
 
 def conclusion(summary: TuneSummary) -> str:
-    """What it comes to, in a sentence or two."""
+    """Return the conclusion in one or two sentences."""
     tried = _tried(summary)
     present = summary.config
     if not summary.complete:
         return (
-            f"Not finished: {tried} tried so far, and none judged on the half that is held out. "
-            "The same command goes on from here."
+            f"Not finished: {tried} tried so far, and none judged on the hold-out half. "
+            "Run the same command again to continue."
         )
     if summary.chosen is None:
         return (
-            f"Nothing beats {present}: of {tried} none was better over all seeds without giving up "
-            f"more than {summary.tolerance:.3g} of an objective, or requests, for it. "
+            f"Nothing beats {present}: of {tried}, none was better over all seeds without losing "
+            f"more than {summary.tolerance:.3g} of an objective, or losing requests. "
             f"{_stopped(summary)}No configuration is written."
         )
     at = summary.hold_out
@@ -59,14 +59,16 @@ def conclusion(summary: TuneSummary) -> str:
     if summary.beats:
         gains = ", ".join(_gain(name, first[name]) for name in first if _is(first[name], BETTER))
         return (
-            f"Trial {summary.chosen.trial} beats {present} on the half that was not used for "
-            f"tuning: {gains}. {_given_up(summary)}"
+            f"Trial {summary.chosen.trial} beats {present} on the hold-out half, which was not "
+            f"used for tuning: {gains}. {_given_up(summary)}"
         )
     return f"Nothing beats {present}: {_why_not(summary)}. No configuration is written."
 
 
 def _stopped(summary: TuneSummary) -> str:
-    """Who of the best would have been chosen but for a guard; ends with a space if there is one."""
+    """Return which of the best trials a guard stopped; the text ends with a space if there
+    is one.
+    """
     told = ""
     for one in summary.finalists:
         gains = [name for name, found in one.differences.items() if _is(found, BETTER)]
@@ -74,17 +76,17 @@ def _stopped(summary: TuneSummary) -> str:
             gained = ", ".join(
                 f"{LABELS[name]} {relative(one.differences[name].relative)}" for name in gains
             )
-            told += f"Trial {one.trial}, {gained}, is stopped by a guard: {_broken(one)}. "
+            told += f"Trial {one.trial}, {gained}, was stopped by a guard: {_broken(one)}. "
     return told
 
 
 def _broken(judged: JudgedSummary) -> str:
-    """What the guards say that it is worse in."""
+    """Return the guards that a trial breaks, with their differences."""
     return ", ".join(_gain(name, judged.guards[name]) for name in judged.stopped_by)
 
 
 def _guards_told(summary: TuneSummary) -> str:
-    """All guards, with what they allow."""
+    """Return all guards with their allowed losses."""
     return ", ".join(
         LABELS[name] + (f" (up to {allowed:.3g} of it)" if allowed else "")
         for name, allowed in summary.guards.items()
@@ -97,7 +99,7 @@ def _tried(summary: TuneSummary) -> str:
 
 
 def _given_up(summary: TuneSummary) -> str:
-    """What it is worse in, all of it within the tolerance."""
+    """Return the losses of the chosen trial, all of which are within the tolerance."""
     at = summary.hold_out
     losses = [
         f"{_gain(name, found)} at {_loads([one])} the load"
@@ -106,9 +108,9 @@ def _given_up(summary: TuneSummary) -> str:
         if _is(found, WORSE)
     ]
     if losses:
-        return f"It gives up {'; '.join(losses)}."
-    guards = f", nor in its guards, {_guards_told(summary)}" if summary.guards else ""
-    return f"In neither objective is it worse at {_loads(at)} the load{guards}."
+        return f"It loses {'; '.join(losses)}."
+    guards = f", nor in its guards ({_guards_told(summary)})" if summary.guards else ""
+    return f"It is not worse in either objective at {_loads(at)} the load{guards}."
 
 
 def _why_not(summary: TuneSummary) -> str:
@@ -119,7 +121,7 @@ def _why_not(summary: TuneSummary) -> str:
         one.verdict.partition(": ")[2] for one in first.values() if one.low is None
     )
     if lacking and not any(_is(one, BETTER) for one in first.values()):
-        return f"of {best} there is not enough to tell from: {'; '.join(lacking)}"
+        return f"there is not enough data about {best}: {'; '.join(lacking)}"
     lossy = [one for one in at if one.loses_more]
     if lossy:
         return f"{best} loses more requests at {_loads(lossy)} the load"
@@ -128,12 +130,12 @@ def _why_not(summary: TuneSummary) -> str:
             what = ", ".join(_gain(name, one.differences[name]) for name in one.worse)
             return f"{best} is worse at {_loads([one])} the load: {what}"
         if one.stopped_by:
-            return f"{best} is stopped by a guard at {_loads([one])} the load: {_broken(one)}"
+            return f"{best} was stopped by a guard at {_loads([one])} the load: {_broken(one)}"
     measured = "; ".join(
         f"{LABELS[name]} {relative(found.relative)}, 95 % interval {_interval(name, found)}"
         for name, found in first.items()
     )
-    return f"on the half that was not used for tuning {best} does not differ for sure ({measured})"
+    return f"{best} does not differ significantly on the hold-out half ({measured})"
 
 
 def _is(found: DifferenceSummary, word: str) -> bool:
@@ -149,7 +151,7 @@ def _gain(measure: str, found: DifferenceSummary) -> str:
 
 def _interval(measure: str, found: DifferenceSummary) -> str:
     if found.low is None:
-        return "not known"
+        return "unknown"
     return f"{signed(measure, found.low)} to {signed(measure, found.high)}"
 
 
@@ -159,7 +161,9 @@ def _loads(judged: Sequence[JudgedSummary]) -> str:
 
 
 def comment(summary: TuneSummary) -> list[str]:
-    """Paragraphs for whoever finds the configuration later: what was measured, on what."""
+    """Return paragraphs for a later reader of the configuration: the measurements, and the traffic
+    behind them.
+    """
     trace = summary.trace
     conditions = summary.conditions
     profiles = ", ".join(f"{count} of {name}" for name, count in conditions["profiles"].items())
@@ -179,10 +183,10 @@ def comment(summary: TuneSummary) -> list[str]:
         )
         what.append(f"At {judged.load:g} times the load of the trace: {told}.")
     if summary.varied:
-        what.append(f"Intervals over {summary.varied}.")
+        what.append(f"The confidence intervals are over {summary.varied}.")
     searched = "; ".join(f"{one.name} {one.span}" for one in summary.space)
     what.append(
-        f"Searched, in {len(summary.trials):,} trials: {searched}. "
+        f"The search of {len(summary.trials):,} trials varied {searched}. "
         f"Objectives: {' and '.join(LABELS[name] for name in summary.objective)}. "
         f"Guards: {_guards_told(summary) or 'none'}."
     )
@@ -196,7 +200,7 @@ def _after(measure: str, found: DifferenceSummary) -> str:
 
 
 def tune_table(summary: TuneSummary) -> str:
-    """For the terminal."""
+    """Return the tables and the conclusion of a tuning for the terminal."""
     parts = [*warnings_of(summary)]
     if len(rows := _judged_rows(summary)) > 1:
         parts.append(table(rows))
@@ -207,7 +211,7 @@ def tune_table(summary: TuneSummary) -> str:
 
 
 def tune_report(summary: TuneSummary) -> str:
-    """report.md of a tuning."""
+    """Return report.md of a tuning."""
     parts = [f"# Tuning on {summary.trace.name}", conclusion(summary), *_basis(summary)]
     parts += [f"**{warning}**" for warning in warnings_of(summary)]
     for heading, rows in _tables(summary):
@@ -218,7 +222,7 @@ def tune_report(summary: TuneSummary) -> str:
 
 
 def tune_page(summary: TuneSummary) -> str:
-    """report.html of a tuning."""
+    """Return report.html of a tuning."""
     introduction = [conclusion(summary), *warnings_of(summary), *_basis(summary)]
     return page(
         f"Tuning on {summary.trace.name}",
@@ -231,12 +235,12 @@ def tune_page(summary: TuneSummary) -> str:
 
 
 def _tables(summary: TuneSummary) -> list[tuple[str, list[list[str]]]]:
-    """(heading, rows) of what there is something to tell of."""
+    """Return (heading, rows) of each table with more rows than its head."""
     tables = [
-        ("On the half that was not used for tuning", _judged_rows(summary)),
+        ("Results on the hold-out half", _judged_rows(summary)),
         ("What was varied", _value_rows(summary)),
-        ("The best, with every seed, on the half for tuning", _finalist_rows(summary)),
-        ("Of all that was tried", _trial_rows(summary)),
+        ("The best trials on the tuning half, with all seeds", _finalist_rows(summary)),
+        ("The trials", _trial_rows(summary)),
     ]
     return [(heading, rows) for heading, rows in tables if len(rows) > 1]
 
@@ -264,7 +268,7 @@ def _judged_rows(summary: TuneSummary) -> list[list[str]]:
                     signed(name, found.value),
                     "-" if found.low is None else _interval(name, found),
                     relative(found.relative),
-                    found.verdict.partition(":")[0] + (", which stops it" if stops else ""),
+                    found.verdict.partition(":")[0] + (", stopped by this guard" if stops else ""),
                 ]
             )
     return rows
@@ -296,7 +300,7 @@ def _finalist_rows(summary: TuneSummary) -> list[list[str]]:
         if one.loses_more:
             words.append("loses more requests")
         words += [
-            f"stopped by its guard, {LABELS[name]} {relative(one.guards[name].relative)}"
+            f"stopped by the guard of {LABELS[name]} {relative(one.guards[name].relative)}"
             for name in one.stopped_by
         ]
         changes = [relative(found[name].relative) for name in found]
@@ -305,9 +309,9 @@ def _finalist_rows(summary: TuneSummary) -> list[list[str]]:
 
 
 def _trial_rows(summary: TuneSummary) -> list[list[str]]:
-    """Ratios to the present configuration, of the one run that was the last of each."""
+    """Return ratios to the present configuration in the last run of each trial."""
     names = [one.name for one in summary.space]
-    head = ["", "of the half", *(LABELS[name] for name in summary.objective), *names]
+    head = ["", "share of the half", *(LABELS[name] for name in summary.objective), *names]
     known = [one for one in summary.trials if one.costs]
     known.sort(key=lambda one: (-len(one.costs), one.cost or 0.0, one.trial))
     rows = [head]
@@ -320,7 +324,7 @@ def _trial_rows(summary: TuneSummary) -> list[list[str]]:
 
 
 def _ratios(summary: TuneSummary, trial: TrialSummary) -> list[float]:
-    """Figure over figure of the present configuration, as they are."""
+    """Return the ratio of each figure to that of the present configuration."""
     return [
         math.exp(-cost if name in summary.higher_is_better else cost)
         for name, cost in zip(summary.objective, trial.costs[-1], strict=True)
@@ -328,7 +332,7 @@ def _ratios(summary: TuneSummary, trial: TrialSummary) -> list[float]:
 
 
 def _charts(summary: TuneSummary) -> str:
-    """Of those that ran on the whole half; nothing if none has."""
+    """Return charts of the trials that ran on the whole half; nothing if none has."""
     finished = [one for one in summary.trials if len(one.costs) == len(summary.rungs)]
     if not finished:
         return ""
@@ -336,13 +340,15 @@ def _charts(summary: TuneSummary) -> str:
 
 
 def _progress_figure(finished: Sequence[TrialSummary]) -> str:
-    """The best of all that had been tried by then: level for long, and more trials are no use."""
-    line = [(0.0, 1.0)]  # the present one is there from the beginning
+    """Return the best ratio so far over the trials. If it stays constant, more trials are of no
+    use.
+    """
+    line = [(0.0, 1.0)]  # the present configuration is known from the start
     best = 1.0
     for one in finished:
         best = min(best, math.exp(sum(one.costs[-1])))
         line.append((one.trial, best))
-    caption = "The best so far, both objectives multiplied, as times the present configuration's"
+    caption = "The best product of both objectives so far, relative to the present configuration"
     drawing = line_chart(
         {"best": line},
         x=Axis.over([at for at, _ in line], title="trial"),
@@ -365,7 +371,7 @@ def _front_figure(summary: TuneSummary, finished: Sequence[TrialSummary]) -> str
     series = {name: line for name, line in series.items() if line}
     across, up = ([at[side] for line in series.values() for at in line] for side in range(2))
     ttft, other = (LABELS[name] for name in summary.objective)
-    caption = f"{ttft} against {other}, as times the present configuration's"
+    caption = f"{ttft} against {other}, relative to the present configuration"
     drawing = scatter_chart(
         series,
         x=_axis(across, ttft, logarithmic=True),
@@ -389,7 +395,7 @@ def _condition_rows(summary: TuneSummary) -> list[list[str]]:
     trace = summary.trace
     return [
         ["requests for tuning", f"{trace.tuning:,}"],
-        ["requests held out", f"{trace.hold_out:,}"],
+        ["requests of the hold-out", f"{trace.hold_out:,}"],
         ["sha256 of the trace", trace.sha256],
         ["guards", _guards_told(summary) or "none"],
         *condition_rows(summary.conditions),
@@ -400,7 +406,7 @@ def _basis(summary: TuneSummary) -> list[str]:
     refused = sum(1 for one in summary.trials if one.refused)
     told = []
     if refused:
-        told.append(f"{refused:,} of the trials are no valid configuration and were not run.")
+        told.append(f"{refused:,} of the trials are invalid configurations and were not run.")
     if summary.runs:
         told.append(f"{varied_sentences(summary)} {windows_sentence(summary.runs)}")
     if summary.power is not None:
@@ -409,28 +415,28 @@ def _basis(summary: TuneSummary) -> list[str]:
 
 
 def power_sentence(power: PowerSummary) -> str:
-    """What this much traffic can confirm, and how much more it would take."""
+    """Return which gains this traffic can confirm, and which traffic more would need."""
     if power.lacking:
         return f"With this traffic no gain can be confirmed: {power.lacking}."
     if not power.gains:
-        return "What is varied changes nothing on this traffic, as far as a few draws show."
+        return "A few random draws show no effect of the varied parameters on this traffic."
     gains = ", ".join(
         f"{LABELS[name]} {f'below {_percent(gain)}' if gain < 1 else 'of any size'}"
         for name, gain in power.gains.items()
     )
     told = (
-        f"With {power.requests:,} requests and {power.seeds} seeds these gains cannot be relied on "
-        f"to be confirmed: {gains}."
+        f"With {power.requests:,} requests and {power.seeds} seeds, a tuning may fail to confirm "
+        f"these gains: {gains}."
     )
     for name, requests in power.requests_needed.items():
         seeds = power.seeds_needed.get(name)
         told += (
-            f" To confirm {power.wanted:.0%} of {LABELS[name]} give about "
+            f" To confirm {power.wanted:.0%} of {LABELS[name]}, use about "
             f"{float(f'{requests:.2g}'):,.0f} requests" + (f", or --seeds {seeds}" if seeds else "")
         ) + "."
     return told
 
 
 def _percent(share: float) -> str:
-    """To two digits: it is an estimate."""
+    """Return a share as a percentage with two digits, because it is an estimate."""
     return f"{float(f'{100 * share:.2g}'):,g}%"

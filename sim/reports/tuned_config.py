@@ -1,16 +1,20 @@
-"""A configuration as it is handed over: a document that says what was measured, and a ConfigMap."""
+"""A tuned configuration for delivery: a document with comments about the measurement, and a
+ConfigMap.
+"""
 
 from collections.abc import Sequence
 from textwrap import fill, indent
 from typing import Final
 
 KEY: Final = "config.yaml"
-"""Where the chart's ConfigMap has its document."""
+"""Key of the document in the chart's ConfigMap."""
 _COLUMNS: Final = 100
 
 
 def with_comment(paragraphs: Sequence[str], text: str) -> str:
-    """`text`, YAML, under comments: what `kubectl apply` keeps, since it is part of the value."""
+    """Return `text`, a YAML document, below comments. `kubectl apply` keeps them, because they are
+    part of the value.
+    """
     wrapped = [
         fill(
             _printable(paragraph),
@@ -26,7 +30,9 @@ def with_comment(paragraphs: Sequence[str], text: str) -> str:
 
 
 def config_map(name: str, text: str) -> str:
-    """A manifest with `text`, a document that ends with a line end and begins in the first column."""
+    """Return a ConfigMap manifest with `text`, a document that begins in the first column and ends
+    with a newline.
+    """
     return (
         f"apiVersion: v1\nkind: ConfigMap\nmetadata:\n  name: {name}\ndata:\n"
         f"  {KEY}: |\n{indent(text, '    ')}"
@@ -34,5 +40,8 @@ def config_map(name: str, text: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """On one line: names of files may hold anything, and a line end would end the comment."""
+    """Return the text without line breaks and control characters.
+
+    File names may contain any character, and a line break would end the comment.
+    """
     return "".join(one if one.isprintable() else "?" for one in text)

@@ -35,9 +35,9 @@ def refused(arguments, capsys):
         (["serve", "--nonsense"], "--nonsense"),
         (["replay", "x.jsonl", "--pods"], "sim replay: --pods: expected a value, got none"),
         (["replay", "x.jsonl", "y.jsonl"], "sim: expected nothing more, got y.jsonl"),
-        (["trace", "generate"], "sim trace generate: KIND and --out are missing,"),
+        (["trace", "generate"], "sim trace generate: KIND and --out are missing;"),
         (["replay", "x.jsonl", "--speed", "0"], "is not a number from 0.000001 to 1,000,000,000"),
-        (["replay"], "sim replay: TRACE is missing, `sim replay --help` tells what it takes"),
+        (["replay"], "sim replay: TRACE is missing; see `sim replay --help`"),
         (["replay", "x.jsonl", "--seed", "x"], "--seed: expected a whole number, got 'x'"),
         (
             ["replay", "x.jsonl", "--through", "air"],

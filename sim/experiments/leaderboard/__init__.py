@@ -1,1 +1,1 @@
-"""Every strategy on every case: who is best where, and how surely."""
+"""The leaderboard: every strategy on every case, with the best of each and confidence intervals."""

@@ -1,10 +1,12 @@
-"""What strategies are run on: traffic, and the pool and pickers that it meets. One row each.
+"""The cases of the leaderboard: traffic, a pool and its pickers; each case is a row of the table.
 
-Rates are about two thirds of what the pool finishes a second of a thousand such requests that come at
-once, so that queues form and drain; less where adapters are loaded. A hold-out is like a case, with other parameters: nobody may tune on it.
+Rates are about two thirds of the pool's throughput for a thousand such requests that arrive at
+once, so that queues form and drain. They are lower for cases with adapters. A hold-out is like
+another case with other parameters, and must not be used for tuning.
 
-Pickers believe of prefill what `epp serve` believes without a configuration, whatever pods do: it is
-what an operator has who installs it. Strategies that know a speed of their own say it themselves.
+Pickers assume the prefill speed that `epp serve` assumes without a configuration, whatever the
+pods' speed is, because that is what an operator gets after installation. Strategies with a speed of
+their own state it themselves.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -46,12 +48,12 @@ _FOREVER_S: Final[Seconds] = 1e9
 _ADAPTER_SLOTS: Final = 4
 _RETRIES: Final = 5
 _SLOWER: Final = "qwen3-32b-h100-tp2"
-"""Fewer requests take longer: what happens meanwhile, or is scraped late, has time to matter."""
+"""Profile with longer requests, so that events during a request and late scrapes have an effect."""
 _CONTEXT_TOKENS_MAX: Final = 120_000
-"""Of conversations that would outgrow the context of the pods."""
+"""Maximum context of conversations that would otherwise exceed the context of the pods."""
 
 _DOCUMENTS: Final = Targets(ttft_s=2.0, tpot_s=0.1)
-"""A client that sends a long document or a task accepts as much."""
+"""Targets of clients that send a long document or a task."""
 _OF_DOCUMENTS: Final = frozenset(
     {
         *("mooncake-conversation", "mooncake-synthetic", "mooncake-held", "speed-told-held"),
@@ -67,9 +69,9 @@ _RTX_4090: Final = "llama-3.1-8b-rtx-4090-tp1"
 _SLOWER_BY: Final = 2.0
 
 Happening = Callable[[Seconds, PodKind], tuple[Incident, ...]]
-"""(how long requests arrive, what pods are) -> what happens meanwhile."""
+"""Function (span of the arrivals, kind of pod) -> incidents."""
 Engines = Callable[[PodKind, int], tuple[PodKind, ...]]
-"""(what pods are thought to be, how many) -> what they are."""
+"""Function (assumed kind of pod, number of pods) -> actual pods."""
 
 
 class Case(Struct, frozen=True, kw_only=True):
@@ -77,35 +79,36 @@ class Case(Struct, frozen=True, kw_only=True):
 
     name: str
     says: str
-    """Half a sentence, for the table."""
+    """Description for the table, half a sentence."""
     workload: Workload | None = None
-    """None: the requests are in `file`."""
+    """Workload, or None if the requests are in `file`."""
     file: str = ""
     profile: str = DEFAULT_PROFILE
     pods: int = 4
     max_loras: int = 0
     replicas: int = 1
-    """Pickers, blind to each other."""
+    """Number of pickers, which exchange nothing."""
     scrape_interval_s: Seconds | None = None
     happens: str = ""
-    """A name among the `HAPPENINGS`."""
+    """A name in `HAPPENINGS`, or "" for no incidents."""
     engines: str = ""
-    """A name among the `ENGINES`; "": pods are what the profile says."""
+    """A name in `ENGINES`, or "" if pods match their profile."""
     scrapes: str = ""
-    """A name among the `SCRAPES`; "": all are answered."""
+    """A name in `SCRAPES`, or "" if all scrapes are answered."""
     speed_told: bool = False
-    """Pickers are told how fast pods prefill."""
+    """Pickers know the prefill speed of the pods."""
     response_chunks: bool = False
-    """Gateways show answers to pickers, which thus see each first token."""
+    """Gateways send responses to pickers, which thus observe each first token."""
     targets: Targets = Targets(ttft_s=0.5, tpot_s=0.05)
-    """A request within both counts as goodput. These are for somebody who reads along."""
+    """Targets of goodput: a request within both counts. The defaults are for interactive readers.
+    """
     hold_out: bool = False
 
     def arrivals(self, seed: int, requests: int) -> Iterator[Arrival]:
-        """The first `requests` that `seed` draws. Only of a workload.
+        """Yield the first `requests` that `seed` draws; only for a case with a workload.
 
-        Prompts that come again and again are each of one user, whose session they name: without one
-        strategies that go by sessions would choose at random.
+        A repeated prompt belongs to one user, and names that user's session. Without sessions,
+        strategies that use them would choose at random.
         """
         assert self.workload is not None
         for arrival in arrivals(self.workload, seed, requests):
@@ -113,7 +116,7 @@ class Case(Struct, frozen=True, kw_only=True):
             yield replace(arrival, session=f"{arrival.blocks[-1]}") if again else arrival
 
     def cluster(self) -> ClusterSettings:
-        """The pool, and who picks from it."""
+        """Return the pool and its pickers."""
         kind = PodKind.of(find_profile(self.profile), max_loras=self.max_loras)
         return ClusterSettings(
             pods=ENGINES[self.engines](kind, self.pods) if self.engines else (kind,) * self.pods,
@@ -122,12 +125,12 @@ class Case(Struct, frozen=True, kw_only=True):
             scrape_troubles=(SCRAPES[self.scrapes],) if self.scrapes else (),
             response_chunks=self.response_chunks,
             believed_prefill_tokens_per_s=None if self.speed_told else PREFILL_TOKENS_PER_S,
-            # Who asks no more when a pod dies would make those look fast who lose most.
+            # Clients retry; otherwise strategies that lose most requests would look fast.
             clients=ClientSettings(retries=_RETRIES) if self.happens else ClientSettings(),
         )
 
     def scenario(self, span_s: Seconds) -> Scenario | None:
-        """What happens while requests arrive for `span_s`; None: nothing."""
+        """Return the incidents while requests arrive for `span_s`, or None if there are none."""
         if not self.happens:
             return None
         happening = HAPPENINGS[self.happens]
@@ -141,7 +144,7 @@ def _slow_pod(span_s: Seconds, kind: PodKind) -> tuple[Incident, ...]:
 
 
 def _churn(span_s: Seconds, kind: PodKind) -> tuple[Incident, ...]:
-    """One crashes, one is drained for good, one joins, one is replaced."""
+    """Return a crash, a permanent drain, a join and a replacement."""
     tenth_s = span_s / 10
     return (
         Restart(at_s=2 * tenth_s, pods=(1,), startup_s=tenth_s),
@@ -157,7 +160,9 @@ HAPPENINGS: Final[Mapping[str, Happening]] = MappingProxyType(
 
 
 def _prefill_by(factor: float) -> Engines:
-    """What grows with the tokens of a prompt takes `factor` times as long; a step of few does not."""
+    """Return engines whose times per prompt token are multiplied by `factor`; short steps do not
+    change.
+    """
 
     def engines(kind: PodKind, pods: int) -> tuple[PodKind, ...]:
         usual = kind.profile
@@ -173,7 +178,7 @@ def _prefill_by(factor: float) -> Engines:
 
 
 def _slower_decode(kind: PodKind, pods: int) -> tuple[PodKind, ...]:
-    """What a step of few tokens takes: reading weights and the context of answers."""
+    """Return engines with slower short steps: reading weights, and the context of answers."""
     usual = kind.profile
     profile = replace(
         usual,
@@ -196,14 +201,14 @@ def _half_a100(kind: PodKind, pods: int) -> tuple[PodKind, ...]:
 
 
 def _three_kinds(kind: PodKind, pods: int) -> tuple[PodKind, ...]:
-    """As many of each, the last of them the slowest."""
+    """Return equally many pods of each kind, the slowest last."""
     names = (DEFAULT_PROFILE, _A100, _RTX_4090)
     kinds = [PodKind.of(find_profile(name), max_loras=kind.engine.max_loras) for name in names]
     return tuple(kinds[at * len(kinds) // pods] for at in range(pods))
 
 
 def _whole_prompts(kind: PodKind, pods: int) -> tuple[PodKind, ...]:
-    """A step has room for any prompt: none is cut, and answers wait for the whole of it."""
+    """Return engines whose steps have room for any prompt, so that answers wait for whole prompts."""
     engine = replace(kind.engine, max_num_batched_tokens=kind.profile.max_model_len_tokens)
     return (replace(kind, engine=engine),) * pods
 
@@ -219,7 +224,9 @@ ENGINES: Final[Mapping[str, Engines]] = MappingProxyType(
         "whole prompts": _whole_prompts,
     }
 )
-"""Profiles without a table of linear layers, whose constants say what is slow, or another engine."""
+"""Changes of the pods. Their profiles have no table of linear layers, so that constants determine
+the speed, or the engine differs.
+"""
 
 SCRAPES: Final[Mapping[str, ScrapeTrouble]] = MappingProxyType(
     {
@@ -227,17 +234,21 @@ SCRAPES: Final[Mapping[str, ScrapeTrouble]] = MappingProxyType(
         "none": ScrapeTrouble(from_s=0.0, to_s=_FOREVER_S, loss=1.0),
     }
 )
-"""Late: hardly in time. None: pickers know the first page, of an idle pod, and no other."""
+"""Troubles with scrapes. "late" pages are barely in time; with "none", pickers know only the first
+page of an idle pod.
+"""
 
 
 def _open(content: Content, rate_per_s: float, burstiness: float = 1.0) -> Workload:
-    """As many requests as are wanted, at one rate; of sessions it is the rate at which they begin."""
+    """Return a workload with unlimited requests at one rate; for sessions it is the rate of their
+    starts.
+    """
     stage = Stage(rate_per_s=rate_per_s, duration_s=_FOREVER_S)
     return Workload(content=content, load=OpenLoad(stages=(stage,), burstiness=burstiness))
 
 
 def _lanes(content: Content, lanes: int) -> Workload:
-    """As many requests as are wanted, so many of them at a time."""
+    """Return a workload with unlimited requests, `lanes` at a time."""
     stage = Concurrency(lanes=lanes, requests=int(_FOREVER_S))
     return Workload(content=content, load=ClosedLoad(stages=(stage,)))
 
@@ -246,7 +257,7 @@ def _lognormal(mean: float, std_dev: float, lowest: float, highest: float) -> Sp
     return Spread(type="lognormal", mean=mean, std_dev=std_dev, min=lowest, max=highest)
 
 
-# Of the published traces: means, tails and what their prompts share, by their own statistics.
+# Contents like those of published traces: means, tails and shared prefixes follow their statistics.
 _MOONCAKE_CONVERSATION: Final = Conversations(
     conversations=0,
     shared_tokens=512,
@@ -288,7 +299,7 @@ def _prefixes(
 
 
 _USUAL: Final = _open(_prefixes(40, 3000, 500, 300), 20.0)
-"""On which pickers, scrapes and pods are made worse."""
+"""Workload of the cases with worse pickers, scrapes or pods."""
 
 
 def _unusual_at(rate_per_s: float) -> Workload:
@@ -322,7 +333,7 @@ _TALKS: Final = Conversations(
     output=_lognormal(220, 200, 10, 1500),
     think_s=_lognormal(12, 15, 1, 90),
 )
-"""The conversations of two further hold-outs."""
+"""Conversations of two further hold-outs."""
 _MOONCAKE_HELD: Final = _open(_MOONCAKE_LONGER, 1.4)
 
 _PUBLISHED: Final = (
@@ -376,15 +387,15 @@ _RATES_PER_S: Final = MappingProxyType(
         "bursts": 60.0,
     }
 )
-"""Standard workload -> requests a second, or sessions."""
+"""Rate in requests or sessions a second, by standard workload."""
 _LANES: Final = MappingProxyType(
     {"code-generation": 16, "deep-research": 16, "rag": 30, "synthetic-data": 40, "reasoning": 40}
 )
-"""Standard workload -> requests at a time, of those that wait for answers."""
+"""Number of concurrent requests by standard workload, for workloads that wait for answers."""
 
 
 def _standard(name: str) -> Case:
-    """A standard workload at one load."""
+    """Return the case of a standard workload at one load."""
     known = STANDARD[name]
     content = known.content
     if isinstance(content, Conversations):
@@ -630,7 +641,7 @@ _NOT_AS_BELIEVED: Final = tuple(
         ),
     )
 )
-"""Engines that are not what pickers believe them to be."""
+"""Cases whose engines differ from the pickers' assumptions."""
 
 CASES: Final[Mapping[str, Case]] = MappingProxyType(
     {
@@ -640,7 +651,7 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
         )
     }
 )
-"""Name -> case, in the order of the table."""
+"""Cases by name, in the order of the table."""
 
 
 FURTHER_CASES: Final[Mapping[str, Case]] = MappingProxyType(
@@ -716,16 +727,16 @@ FURTHER_CASES: Final[Mapping[str, Case]] = MappingProxyType(
         )
     }
 )
-"""Name -> case that is in no board unless it is named. No default was chosen on these."""
+"""Cases that run only if they are named. No default was chosen on these."""
 
 
 class Ladder(Struct, frozen=True, kw_only=True):
-    """Cases that differ in one number, to be drawn over it."""
+    """Cases that differ in one number, for a chart over it."""
 
     title: str
     unit: str = ""
     steps: tuple[tuple[float, str], ...]
-    """(number, name of the case), ascending."""
+    """Steps as (number, name of the case), ascending."""
 
 
 LADDERS: Final = (

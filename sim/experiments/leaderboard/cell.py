@@ -1,4 +1,6 @@
-"""A cell of the leaderboard: one case, one strategy, one seed; the same figures wherever it runs."""
+"""A cell of the leaderboard: one case, one strategy, one seed. Its figures do not depend on the
+machine.
+"""
 
 import hashlib
 import tempfile
@@ -26,16 +28,16 @@ _FOLDER: Final = "sim-leaderboard-"
 
 
 class Cell(Struct, frozen=True, kw_only=True):
-    """What is run; small enough to be sent to another machine."""
+    """The parameters of one run, small enough to be sent to another machine."""
 
     case: Case
     policy: PolicySource
     seed: int
     repetition: int
-    """0 for the first seed: of a file it is the trace as it is."""
+    """Position of the seed; 0 is, for a file, the trace as it is."""
     requests: int
     inputs: str = ""
-    """`inputs_of` this, where it was made."""
+    """Result of `inputs_of` for this cell, on the machine that created it."""
 
     @property
     def name(self) -> str:
@@ -43,24 +45,24 @@ class Cell(Struct, frozen=True, kw_only=True):
 
 
 class CellResult(Struct, frozen=True, kw_only=True):
-    """What a cell has shown."""
+    """The result of a cell."""
 
     summary: RunSummary
     inputs: str
-    """Of the cell."""
+    """Inputs of the cell."""
 
 
 def inputs_of(cell: Cell) -> str:
-    """A hash of all that the figures depend on: cell, trace file, code.
+    """Return a hash of everything that the figures depend on: cell, trace file and code.
 
-    Raises `OSError` for a trace that cannot be read, and as `PolicySource.load` does.
+    Raises `OSError` for an unreadable trace, and what `PolicySource.load` raises.
     """
     case = cell.case
     told = {
-        # Where the file is does not matter.
+        # The path of the file has no influence.
         "case": replace(case, file="", says=""),
         "file": _file_hash(case.file) if case.file else "",
-        # Who else is on the board does not either.
+        # The other strategies of the board have no influence either.
         "policy": (cell.policy.name if not cell.policy.text else "", cell.policy.text),
         "seed": cell.seed,
         "repetition": cell.repetition,
@@ -72,11 +74,13 @@ def inputs_of(cell: Cell) -> str:
 
 
 def run_cell(cell: Cell) -> CellResult:
-    """Run it. Raises as `run_job`, and `JobError` where code or trace are not those of `cell`."""
+    """Run the cell. Raises what `run_job` raises, and `JobError` if code or trace differ from those
+    of `cell`.
+    """
     if inputs_of(cell) != cell.inputs:
         raise JobError(
-            "the machine that was to run it has other code, plugins or another trace file than the "
-            "one that asked: expected the same"
+            "the worker has other code, plugins or another trace file than the machine that sent the "
+            "cell: expected the same"
         )
     if cell.case.file:
         return _result(cell, cell.case.file, span_s=0.0)
@@ -109,22 +113,22 @@ def _result(
     )
     summary = run_job(settings, held).summary
     if case.workload is not None:
-        # Each seed draws the traffic anew; the file that it went through says nothing of that.
+        # Each seed draws its own traffic, which the intermediate file does not show.
         summary = replace(summary, traffic=Traffic(generated=True, resampled=None))
     return CellResult(inputs=cell.inputs, summary=summary)
 
 
 class _Drawn(Struct, frozen=True):
-    """The traffic of a case and a seed, which all strategies get."""
+    """The traffic of a case and a seed, which all strategies receive."""
 
     trace: HeldTrace
     span_s: Seconds
-    """The latest arrival."""
+    """Time of the last arrival."""
 
 
 @lru_cache(maxsize=1)
 def _drawn(case: Case, seed: int, requests: int) -> _Drawn:
-    """The traffic is drawn once for the cells of a case and a seed, which follow each other."""
+    """Return the traffic, drawn once for the consecutive cells of a case and a seed."""
     with tempfile.TemporaryDirectory(prefix=_FOLDER) as folder:
         path = Path(folder) / f"{case.name}.jsonl"
         span_s = _write_traffic(path, case, seed, requests)
@@ -132,7 +136,9 @@ def _drawn(case: Case, seed: int, requests: int) -> _Drawn:
 
 
 def _write_traffic(path: Path, case: Case, seed: int, requests: int) -> Seconds:
-    """Write the traffic to `path` as a capture, which rounds times: return the latest arrival."""
+    """Write the traffic to `path` as a capture, which rounds times. Return the time of the last
+    arrival.
+    """
     span_s = 0.0
     with path.open("wb") as file:
         writer = CaptureWriter(file, source=f"{case.name}, seed {seed}")

@@ -1,4 +1,4 @@
-"""`sim leaderboard`: every strategy on every case, with the same requests for all."""
+"""The command `sim leaderboard`: every strategy on every case, with the same requests for all."""
 
 import argparse
 import os
@@ -44,57 +44,65 @@ from sim.reports.leaderboard_report import (
 )
 
 SIZES: Final[Mapping[str, int]] = {"small": 400, "full": 2_000}
-"""Name -> requests of a cell."""
+"""Requests of a cell, by name of the size."""
 LEADING: Final = (
     *("homing", "weighted-scores", "smetric", "lmetric", "production-stack-load-aware"),
     *("dynamo-two-tier", "dynamo", "dynamo-first-token", "smg-cache-aware-4", "preble"),
     *("sticky-until-saturated", "sticky-until-saturated-first-token", "llm-d-3-2-2"),
     *("llm-d-approximate-lora", "lpwl", "kubeai-chwbl", "round-robin-live"),
 )
-"""Strategies of a board of size full: the best of each family on the small board, and what readers look for.
-All strategies would take two and a half hours on two cores, these take less than one."""
+"""Strategies of a board of size full: the best of each family on the small board, and well-known
+ones. All strategies would take two and a half hours on two cores; these take less than one.
+"""
 _REQUESTS_MAX: Final = 1_000_000
 _ALL: Final = "all"
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """The command line of `sim leaderboard`."""
+    """Add the command line of `sim leaderboard`."""
     parser = subparsers.add_parser(
         "leaderboard",
-        help="every strategy on every case: who is best where, and how surely",
-        description="Run strategies on cases, each with the same requests for all. With --out what "
-        "has been run is not run again: it goes on where it stopped.",
+        help="compare strategies on all cases, with confidence intervals",
+        description="Run strategies on cases, each with the same requests for all. With --out, the "
+        "command reuses the cells in DIR and resumes where it stopped.",
         allow_abbrev=False,
     )
     add = parser.add_argument_group("Cells").add_argument
     add("--strategies", type=_names, metavar="A,B,...",
-        help=f"names of sim strategies, or EndpointPickerConfigs in files; {_ALL}: all names "
-        f"({_ALL}; with --size full the {len(LEADING)} leading ones)")  # fmt: skip
-    add("--cases", type=_names, metavar="A,B,...", help=f"or {_ALL} (all; with --trace none)")
-    add("--list", action="store_true", help="say which strategies and cases there are, and end")
+        help=f"names of sim strategies, or files with EndpointPickerConfigs; {_ALL} for all names "
+        f"(default: {_ALL}; with --size full the {len(LEADING)} leading ones)")  # fmt: skip
+    add("--cases", type=_names, metavar="A,B,...",
+        help=f"names of cases, or {_ALL} (default: {_ALL}; with --trace none)")  # fmt: skip
+    add("--list", action="store_true", help="list the strategies and cases, and exit")
     add("--trace", action="append", type=Path, default=[], metavar="FILE",
-        help="a trace as one more case, on four pods of the default profile; repeatable")  # fmt: skip
+        help="trace to add as a case, on four pods of the default profile; repeatable")  # fmt: skip
     add("--size", choices=SIZES, default="small", help="requests of a cell: "
-        + ", ".join(f"{name} {count:,}" for name, count in SIZES.items()) + " (small)")  # fmt: skip
+        + ", ".join(f"{name} {count:,}" for name, count in SIZES.items()) + " (default: small)")  # fmt: skip
     add("--requests", type=_requests, metavar="N", help="requests of a cell, instead of --size")
     add("--seeds", type=count_of_runs, default=3, metavar="K",
-        help="how many, each with traffic and dice of its own (3)")  # fmt: skip
-    add("--seed", type=int, default=1, help="the first of them (1)")
+        help="number of seeds, each with its own traffic and random choices (default: 3)")  # fmt: skip
+    add("--seed", type=int, default=1, help="first seed (default: 1)")
     cores = len(os.sched_getaffinity(0))
     add = parser.add_argument_group("Execution and output").add_argument
-    add("--executor", default=LOCAL, metavar="WHERE", help=f"{EXECUTOR_HELP} ({LOCAL})")
+    add("--executor", default=LOCAL, metavar="WHERE",
+        help=f"where to run: {EXECUTOR_HELP} (default: {LOCAL})")  # fmt: skip
     add("--workers", type=count_of_runs, default=cores, metavar="N",
-        help=f"processes on this machine (all cores: {cores})")  # fmt: skip
-    add("--out", type=Path, metavar="DIR", help="write the results there, and take from there what "
-        "has been run")  # fmt: skip
+        help=f"processes on this machine (default: all {cores} cores)")  # fmt: skip
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write the results to DIR, and reuse the cells there",
+    )
     add("--force", action="store_true", help="run the cells that are in DIR again")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """0: done. 1: a cell failed. 2: usage. 130: interrupted, what is done is kept.
+    """Run `sim leaderboard` and return its exit code.
 
-    Raises what is told by `sim`.
+    0: done. 1: a cell failed. 2: wrong command line. 130: interrupted; completed cells are stored.
+    Raises errors that `sim` prints.
     """
     if options.list:
         print(_list())
@@ -137,10 +145,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 class Board:
-    """Cells, and what is known of them by now; numbers are positions among `cells`."""
+    """Cells and their results so far; numbers are positions in `cells`."""
 
     def __init__(self, cells: Sequence[Cell], folder: CellFolder | None) -> None:
-        """Results that are in `folder` already are taken from there."""
+        """Create the board with the results that are already in `folder`."""
         self.cells = cells
         self.failed: dict[int, str] = {}
         self.results: dict[int, CellResult] = {}
@@ -150,11 +158,11 @@ class Board:
             if known is not None:
                 self.results[number] = known
         self.taken = len(self.results)
-        """From the folder."""
+        """Number of results that were read from the folder."""
         self.left = [number for number in range(len(cells)) if number not in self.results]
 
     def play(self, workers: Workers) -> None:
-        """Run what is left, keep each result when it is there. Raises `OSError`."""
+        """Run the remaining cells and store each result. Raises `OSError`."""
         jobs = [self.cells[number] for number in self.left]
         with progress_bar("leaderboard") as bar:
             outcomes = workers.outcomes(run_cell, jobs)
@@ -168,7 +176,7 @@ class Board:
                     self._folder.keep(self.cells[number], outcome)
 
     def summary(self) -> LeaderboardSummary:
-        """summary.json: the same results, the same bytes."""
+        """Return summary.json. The same results give the same bytes."""
         cases = list(dict.fromkeys(cell.case for cell in self.cells))
         policies = {cell.policy.name: cell.policy for cell in self.cells}
         first = self.cells[0]
@@ -217,9 +225,10 @@ class Board:
 def cells_of(
     cases: Sequence[Case], policies: Sequence[PolicySource], seeds: range, requests: int
 ) -> list[Cell]:
-    """Case by case and seed by seed, so that an interrupted board has whole rows.
+    """Return the cells, case by case and seed by seed, so that an interrupted board has complete
+    rows.
 
-    Raises as `inputs_of` does.
+    Raises what `inputs_of` raises.
     """
     made = [
         Cell(case=case, policy=policy, seed=seed, repetition=repetition, requests=requests)
@@ -231,7 +240,9 @@ def cells_of(
 
 
 def _cases(names: Sequence[str], traces: Sequence[Path]) -> list[Case]:
-    """Those of the table, then the files. Raises `OutputError` for a name that is none, or is twice."""
+    """Return the named cases, then those of the files. Raises `OutputError` for an unknown or
+    duplicate name.
+    """
     known = {**CASES, **FURTHER_CASES}
     unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
@@ -270,13 +281,13 @@ def _case_summary(case: Case) -> CaseSummary:
 
 
 def _ladder_summary(ladder: Ladder, there: set[str]) -> LadderSummary:
-    """With the steps that have been run."""
+    """Return the ladder with the steps that have been run."""
     steps = [(number, case) for number, case in ladder.steps if case in there]
     return LadderSummary(title=ladder.title, unit=ladder.unit, steps=steps)
 
 
 def _strategy_summary(policy: PolicySource) -> StrategySummary:
-    """With what the strategy says of itself; what is only called as one says nothing."""
+    """Return the strategy with its description, unless the configuration only has its name."""
     strategy = strategies().get(policy.name)
     known = strategy is not None and strategy.config == policy.text
     return StrategySummary(
@@ -290,8 +301,8 @@ def _strategy_summary(policy: PolicySource) -> StrategySummary:
 def _strategies(wanted: tuple[str, ...] | None, size: str) -> tuple[str, ...]:
     """Return the names to run: `wanted`, or those of a board of `size` if None.
 
-    The default has a second name, under which it does not run again. Raises `PolicyNameError` if the
-    strategies of other projects are not installed.
+    The default configuration has two names, and runs only under one. Raises `PolicyNameError` if
+    the strategies of other projects are not installed.
     """
     if wanted is not None and wanted != (_ALL,):
         return wanted

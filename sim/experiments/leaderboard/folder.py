@@ -1,4 +1,4 @@
-"""The folder of a leaderboard: a file a cell, so that what has been run need not be run again."""
+"""The folder of a leaderboard, with a file for each cell, so that no cell is run twice."""
 
 from pathlib import Path
 from typing import Final
@@ -13,35 +13,35 @@ _CELLS: Final = "cells"
 
 
 class CellFolder:
-    """Results of cells in `path`/cells; made if need be."""
+    """The results of cells in `path`/cells, which is created if needed."""
 
     def __init__(self, path: Path, *, anew: bool) -> None:
-        """`anew`: forget what is there. Raises `OutputError` if something else is, and `OSError`."""
+        """Open the folder; `anew` deletes its results. Raises `OSError`, and `OutputError` if it
+        has other content.
+        """
         self._cells = path / _CELLS
         path.mkdir(parents=True, exist_ok=True)
         if any(path.iterdir()) and not self._cells.is_dir():
-            raise OutputError(
-                f"{path} holds something else than a leaderboard; choose another --out"
-            )
+            raise OutputError(f"{path} has other content than a leaderboard; choose another --out")
         self._cells.mkdir(exist_ok=True)
         if anew:
             for file in self._cells.glob("*.json"):
                 file.unlink()
 
     def known(self, cell: Cell) -> CellResult | None:
-        """What this very cell has shown: None if it has not run, or with other inputs."""
+        """Return the result of the cell, or None if it has not run or ran with other inputs."""
         try:
             found = msgspec.json.decode(self._file(cell).read_bytes(), type=CellResult)
         except (FileNotFoundError, msgspec.DecodeError):
-            # A file that somebody else has changed is no result.
+            # A file that was changed by hand is not a result.
             return None
         return found if found.inputs == cell.inputs else None
 
     def keep(self, cell: Cell, result: CellResult) -> None:
-        """In the place of what the cell has shown before. Raises `OSError`."""
+        """Store the result of a cell, replacing an earlier one. Raises `OSError`."""
         write_whole(self._file(cell), msgspec.json.encode(result))
 
     def _file(self, cell: Cell) -> Path:
-        # Names may be those of files of a user.
+        # Names may be file names of a user, so they are quoted.
         names = (quote(name, safe="") for name in (cell.case.name, cell.policy.name))
         return self._cells / f"{'@'.join(names)}@{cell.seed}.json"

@@ -1,4 +1,4 @@
-"""What the code of a run is: a hash, so that figures of other code are not taken for its own."""
+"""Hashes of the code of a run, so that results of other code are not reused."""
 
 import ast
 import hashlib
@@ -25,16 +25,18 @@ _DECIDES: Final = (
     "sim/measurement",
     "sim/traces",
 )
-"""What every run goes through; a plugin of another distribution has modules of its own."""
+"""Paths of the code that every run uses; plug-ins of other distributions have their own modules."""
 _POLICIES_MAX: Final = 1_024
-"""Of which the hash is kept: to load a configuration takes as long as a short run."""
+"""Maximum number of policies whose hash is cached, because loading a configuration takes as long as
+a short run.
+"""
 _ARITHMETIC: Final = ("numpy", "xxhash", "msgspec")
-"""Distributions by which digits may differ."""
+"""Distributions whose version may change digits of results."""
 
 
 @cache
 def code_hash() -> str:
-    """Of all that every run goes through, here and now."""
+    """Return the hash of the code that every run uses."""
     roots = {"epp": Path(epp.__file__).parent, "sim": Path(sim.__file__).parent}
     files = [
         file for name in _DECIDES for file in _files(roots[name.partition("/")[0]].parent / name)
@@ -47,7 +49,7 @@ def code_hash() -> str:
 
 @lru_cache(maxsize=_POLICIES_MAX)
 def plugins_hash(policy: PolicySource) -> str:
-    """Of the modules of the plugins of `policy` that are not hashed with every run."""
+    """Return the hash of the modules of the policy's plug-ins that `code_hash` does not cover."""
     if not policy.text:
         return ""
     config = policy.load()
@@ -62,12 +64,13 @@ def plugins_hash(policy: PolicySource) -> str:
 
 
 def _reached_from(modules: Iterable[str]) -> list[Path]:
-    """Files of these modules, and of those of the same package that they import."""
+    """Return the files of the modules, and of the modules of the same package that they import."""
     waiting = [name for name in modules if _package_of(name)]
     found: dict[str, Path] = {}
     while waiting:
         name = waiting.pop()
-        # What is imported is loaded: a name that is no module, but of one, is not among these.
+        # Imported modules are loaded. A name that is a member of a module, and not a module, is not
+        # among them.
         file = getattr(sys.modules.get(name), "__file__", None)
         if name in found or file is None:
             continue
@@ -79,7 +82,7 @@ def _reached_from(modules: Iterable[str]) -> list[Path]:
 
 
 def _package_of(module: str) -> str:
-    """In which a module may depend on others; "" if it is hashed with every run."""
+    """Return the package in which a module may depend on others, or "" if `code_hash` covers it."""
     package = module.partition(".")[0]
     return "" if package == epp.__name__ else package
 
@@ -90,7 +93,7 @@ def _imported(tree: ast.Module) -> Iterator[str]:
             yield from (each.name for each in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module
-            # A module may be imported as a name of its package.
+            # The imported name may itself be a module of the package.
             yield from (f"{node.module}.{each.name}" for each in node.names)
 
 
@@ -103,7 +106,7 @@ def _files(path: Path) -> list[Path]:
 def _hash_of(files: Iterable[Path]) -> "hashlib._Hash":
     digest = hashlib.sha256()
     for file in files:
-        # Not the path: that differs between machines.
+        # The path is not hashed, because it differs between machines.
         digest.update(f"{file.name}\n".encode())
         digest.update(file.read_bytes())
     return digest

@@ -1,4 +1,4 @@
-"""The rows of a case: each strategy's figures, how far it is behind the best, and whether that is sure."""
+"""The rows of a case: each strategy's figures, its distance from the best, and its significance."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,18 +14,20 @@ from sim.measurement.summaries import Behind, Requests, RunSummary, StandingSumm
 
 
 class Runs(Struct, frozen=True, kw_only=True):
-    """A strategy in a case."""
+    """The runs of a strategy in a case."""
 
     strategy: str
     by_seed: Mapping[int, CellResult]
     failed: bool = False
-    """One of its seeds at least cannot be run."""
+    """True if at least one of its seeds failed."""
 
 
 def case_rows(case: str, runs: Sequence[Runs], first_seed: int) -> list[StandingSummary]:
-    """A row for each of `runs` that has not failed; of the seeds under which all of these have run.
+    """Return a row for each of `runs` that has not failed, over the seeds that all of these have
+    run.
 
-    None as long as `first_seed` is not among them: of a recorded trace it is the trace as it is.
+    There are no rows until `first_seed` is among them, which for a recorded trace is the trace as
+    it is.
     """
     there = [one for one in runs if not one.failed]
     if not there:
@@ -49,7 +51,7 @@ def case_rows(case: str, runs: Sequence[Runs], first_seed: int) -> list[Standing
         measure: best_of({name: values[name][measure].value for name in running}, measure)
         for measure in MEASURES
     }
-    # Of equals one is enough to be measured against.
+    # One of several equally good strategies is enough as the reference.
     against = {
         leader: {name: compare_runs(figures[leader], of, varied) for name, of in figures.items()}
         for leader in {names[0] for names in best.values() if names}

@@ -19,7 +19,9 @@ def test_the_decisions_of_a_live_picker_are_the_same_again(tmp_path, capsys):
     write(tmp_path / "capture", 120)
     assert sim(tmp_path / "capture", "--out", tmp_path / "out") == 0
     printed = capsys.readouterr().out
-    assert "decided by what was in force\n120 decisions, 120 repeated (100.00%)\n" in printed
+    assert (
+        "decided by the configuration in force\n120 decisions, 120 repeated (100.00%)\n" in printed
+    )
     summary = json.loads((tmp_path / "out" / "summary.json").read_bytes())
     assert (summary["schema"], summary["decisions"], summary["changed"]) == (1, 120, 0)
     assert "120 repeated" in (tmp_path / "out" / "report.md").read_text()
@@ -38,7 +40,7 @@ def test_another_configuration_decides_otherwise(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        (["capture", "--config", "round-robin"], "is no configuration"),
+        (["capture", "--config", "round-robin"], "is not a configuration"),
         (["file"], "Expected the directory of a live capture"),
         (["empty"], "expected the files of a capture"),
         (["capture", "--config", "nothing.yaml"], "neither a file nor"),

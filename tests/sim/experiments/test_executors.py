@@ -101,7 +101,7 @@ def test_what_the_cluster_gives_up_has_failed():
     slow.given.pop(0)[0].cancel()
     slow.end()
     thread.join()
-    assert (str(found[0]), found[1]) == ("the cluster has cancelled it", 4)
+    assert (str(found[0]), found[1]) == ("the cluster cancelled the job", 4)
 
 
 @pytest.mark.parametrize("named", ["dask", "dask://", "spark://host:1", "nowhere"])

@@ -43,7 +43,7 @@ def test_numbers_of_pickers_are_compared_on_the_same_requests(trace, tmp_path, c
         assert ("peers" in one) is (config == "default, 3 pickers")
     report = (out / "report.md").read_text()
     assert "| pickers | 1; 3 |" in report
-    assert "| one picker hears another after | 5 ms |" in report
+    assert "| delay between pickers | 5 ms |" in report
     assert "default, 3 pickers: hit rate" in capsys.readouterr().out
 
 
@@ -71,7 +71,7 @@ def test_a_replay_says_what_pickers_told_each_other(trace, tmp_path, capsys):
     assert told["records_applied"] > 0
     for text in (capsys.readouterr().out, (out / "report.md").read_text()):
         assert f"{told['frames']:,} frames" in text
-        assert "decisions learnt of others" in text
+        assert "decisions received from others" in text
 
 
 def test_blind_pickers_tell_nothing(trace, tmp_path, capsys):
@@ -80,9 +80,9 @@ def test_blind_pickers_tell_nothing(trace, tmp_path, capsys):
     summary = json.loads((out / "summary.json").read_bytes())
     assert summary["conditions"]["peer_delay_s"] is None
     assert "peers" not in summary
-    assert "told to other pickers" not in capsys.readouterr().out
+    assert "sent to other pickers" not in capsys.readouterr().out
     report = (out / "report.md").read_text()
-    assert "| one picker hears another after | they tell each other nothing |" in report
+    assert "| delay between pickers | pickers share nothing |" in report
 
 
 SAME = """\
@@ -134,7 +134,7 @@ def test_a_scenario_says_of_pickers_what_flags_say(trace, tmp_path):
 @pytest.mark.parametrize(
     ("text", "arguments", "said"),
     [
-        (SAME, ("--replicas", "3"), "p.toml says which pickers there are: leave out --replicas"),
+        (SAME, ("--replicas", "3"), "p.toml defines the pickers: leave out --replicas"),
         (SAME, FLAGS, "leave out --replicas, --assignment, --fallback-endpoints-max, --peer-delay"),
         (
             "[[events]]\nkind = 'picker-restart'\nat_s = 1",
@@ -142,7 +142,7 @@ def test_a_scenario_says_of_pickers_what_flags_say(trace, tmp_path):
             "leave out --replicas, --peer-snapshot",
         ),
         ("[pickers]\ncount = 2\npeer_loss = 0.1", (), "need --peer-delay (peer_delay_s)"),
-        ("[pickers]\npeer_delay_s = 0.1", (), "needs two pickers or more"),
+        ("[pickers]\npeer_delay_s = 0.1", (), "needs at least two pickers"),
         (
             "[[events]]\nkind = 'peer-partition'\nfrom_s = 1\nto_s = 2\npickers = [0]",
             (),
@@ -156,7 +156,7 @@ def test_a_scenario_says_of_pickers_what_flags_say(trace, tmp_path):
         (
             "[[events]]\nkind = 'picker-restart'\nat_s = 1\nstartup_s = 0.1",
             (),
-            "expected an absence of 0.4 s at least, got 0.1 s",
+            "expected an absence of at least 0.4 s, got 0.1 s",
         ),
         (
             "[[events]]\nkind = 'reschedule'\nfrom_s = 1\nto_s = 2",
@@ -166,7 +166,7 @@ def test_a_scenario_says_of_pickers_what_flags_say(trace, tmp_path):
         (
             "[[events]]\nkind = 'reschedule'\nfrom_s = 1\nto_s = 2",
             ("--config", "random", "--fallback-endpoints-max", "1"),
-            "random names one endpoint alone",
+            "random names only one",
         ),
     ],
 )
@@ -202,7 +202,7 @@ def test_a_comparison_takes_pickers_from_the_scenario(trace, tmp_path, capsys):
         (("replay", "--peer-loss", "0.1"), "need --peer-delay"),
         (
             ("replay", "--peer-delay", "0.1"),
-            "--peer-delay (peer_delay_s) needs two pickers or more",
+            "--peer-delay (peer_delay_s) needs at least two pickers",
         ),
         (
             (
@@ -216,7 +216,7 @@ def test_a_comparison_takes_pickers_from_the_scenario(trace, tmp_path, capsys):
                 "--peer-delay",
                 "0.1",
             ),
-            "needs two pickers or more",
+            "needs at least two pickers",
         ),
         (("replay", "--picker-away", "0:5:5"), "expected an end after 5 s, got 5 s"),
         (("replay", "--replicas", "1001"), "'1001' is not an integer from 1 to 1,000"),
@@ -229,7 +229,7 @@ def test_a_comparison_takes_pickers_from_the_scenario(trace, tmp_path, capsys):
         (("replay", "--peer-partition", "1:2:x"), "'x' is not an integer"),
         (("replay", "--assignment", "even"), "even"),
         (("replay", "--replicas", "1,2"), "'1,2' is not an integer"),
-        (("compare", "--config", "default"), "--config is needed twice or more, or --replicas"),
+        (("compare", "--config", "default"), "give --config at least twice, or --replicas"),
         (("compare", "--config", "default", "--replicas", "1,0"), "'0' is not an integer"),
     ],
 )

@@ -74,7 +74,7 @@ def test_too_short_a_recording_confirms_nothing():
     short = Varied(repetitions=SEEDS, generated=False, blocks=2, cut="2 blocks of 120 s")
     pilots = [{MEASURE: difference(Random(1), varied=short)}]
     power = power_of(pilots, short, requests=1000)
-    assert power.lacking == "the trace has 2 blocks of 120 s, 5 are needed"
+    assert power.lacking == "the trace has 2 blocks of 120 s, confidence intervals need at least 5"
     assert power.gains == {}
 
 

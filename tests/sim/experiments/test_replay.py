@@ -139,7 +139,7 @@ def test_only_who_has_a_prefix_index_is_judged_by_its_estimate(trace, tmp_path, 
 
 def test_session_affinity_without_sessions_is_warned_of(trace, tmp_path, capsys):
     """It is random then: the table, the summary and the report say so; with sessions they do not."""
-    sentence = "No request named a session: session affinity chose at random."
+    sentence = "No request has a session, so session affinity chose pods at random."
     out = tmp_path / "out"
     assert sim("replay", trace, "--config", "session-affinity", "--pods", "2", "--out", out) == 0
     assert sentence in capsys.readouterr().out
@@ -178,7 +178,7 @@ def test_a_plugin_that_failed_during_the_run_is_told_with_its_figures(
     assert sim("replay", trace, "--config", config, "--pods", "2", "--out", out) == 0
     (sentence,) = json.loads((out / "summary.json").read_bytes())["warnings"]
     assert sentence.startswith(
-        "late-scorer failed once, requests were routed without it: score raised KeyError at "
+        "late-scorer failed once. The picker routed requests without it: score raised KeyError at "
     )
     assert "late-scorer failed" in capsys.readouterr().out
 
@@ -223,9 +223,9 @@ def test_the_report_tells_conditions_in_words(trace, tmp_path):
     told = (out / "report.md").read_text().split("## What was run")[1].split("## What is not")[0]
     assert not re.search("None|True|False|[{}'\\[\\]]", told)
     for row in (
-        "| pods by profile | llama-3.1-8b-h100-tp1: 4 |", "| requests at most | all |",
-        "| the picker sees first tokens | no |", "| hash of the configuration | random: a baseline |",
-        "| network delay, one way | 0.5 ms |", "| their mean patience | 10 s |",
+        "| pods by profile | llama-3.1-8b-h100-tp1: 4 |", "| maximum number of requests | all |",
+        "| the picker sees first tokens | no |", "| hash of the configuration | random: none (a baseline) |",
+        "| network delay, one way | 0.5 ms |", "| mean patience of these clients | 10 s |",
     ):  # fmt: skip
         assert row in told
     assert "_" not in told
@@ -253,7 +253,7 @@ def test_the_page_opens_offline(trace, tmp_path):
     page = (out / "report.html").read_text()
     assert "://" not in page
     assert page.count("<svg") >= 8
-    for wanted in ("Time to first token", "ceiling", "Why this pod?", "pod-3"):
+    for wanted in ("Time to first token", "upper limit", "Why this pod?", "pod-3"):
         assert wanted in page
 
 
@@ -281,15 +281,21 @@ LINE = {
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({}, "at 1.500 s went to pod-1; 176 prompt tokens were in the cache. The picker expected"),
-        ({"outcome": "failed"}, "went to pod-1, which could not serve it. The picker expected 192"),
-        ({"outcome": "aborted"}, "went to pod-1; its client left before the end."),
+        (
+            {},
+            "at 1.500 s was routed to pod-1; 176 prompt tokens were in the cache. The picker expected",
+        ),
+        (
+            {"outcome": "failed"},
+            "was routed to pod-1, which could not serve it. The picker expected 192",
+        ),
+        ({"outcome": "aborted"}, "was routed to pod-1, and its client left before the end."),
         ({"outcome": "aborted", "time_s": None, "endpoint": None, "candidates": []}, "client left"),
         (
             {"outcome": "failed", "time_s": None, "endpoint": None, "candidates": []},
-            "none was there",
+            "no picker was there",
         ),
-        ({"served": "pod-0"}, "was meant for pod-1 and went to pod-0; 176 prompt tokens"),
+        ({"served": "pod-0"}, "was routed to pod-1 and rerouted to pod-0; 176 prompt tokens"),
         ({"endpoint": None, "refusal": "0 of 2", "candidates": []}, "was refused: 0 of 2."),
         ({"candidates": []}, "in the cache. This policy scores no pods"),
     ],
@@ -377,7 +383,7 @@ def test_pods_keep_prompts_as_the_flag_says(trace, tmp_path):
     assert told["few"]["conditions"]["caches"] == {"mlx-memory:entries_max=1": 2}
     assert told["few"]["hit_rate"] < told["vllm"]["hit_rate"]
     report = (tmp_path / "few" / "report.md").read_text()
-    assert "| how pods keep prompts | mlx-memory:entries_max=1: 2 |" in report
+    assert "| prompt caches of the pods | mlx-memory:entries_max=1: 2 |" in report
 
 
 @pytest.mark.parametrize(
@@ -689,9 +695,9 @@ def test_a_comparison_of_nothing_says_so(tmp_path, capsys):
     assert code == 0
     told = capsys.readouterr().out
     assert "random: TTFT mean" in told
-    assert "not enough to tell from: not every run has it" in told
+    assert "not enough data: some runs do not have this figure" in told
     for name in ("default", "random"):
-        assert f"{name} completed nothing (1 failed): there is nothing to compare." in told
+        assert f"{name} completed no request (1 failed), so there is nothing to compare." in told
 
 
 @pytest.mark.parametrize(
@@ -729,7 +735,7 @@ def test_sizes_of_differences_can_be_read():
             first_seed=1,
             seeds=5,
             generated=True,
-            varied="5 draws of the traffic",
+            varied="5 random draws of the traffic",
         )
     )
     assert (
@@ -743,8 +749,8 @@ def test_a_short_comparison_says_how_much_it_lacks(trace, capsys):
     """How many seeds there are, and how many there must be."""
     assert sim("compare", trace, "--config", "default", "--config", "random", "--seeds", "2") == 0
     told = capsys.readouterr().out
-    assert "There is not enough to tell from: 2 seeds, 3 are needed." in told
-    assert told.lower().count("not enough to tell") == 1
+    assert "There is not enough data: 2 seeds given, confidence intervals need at least 3." in told
+    assert told.lower().count("not enough data") == 1
     assert "verdict" not in told
 
 
@@ -754,7 +760,7 @@ def test_what_one_measure_lacks_is_a_dash_and_is_told_once():
         DifferenceSummary,
         value=1.0,
         relative=0.1,
-        verdict="not enough to tell from: not every run has it",
+        verdict="not enough data: some runs do not have this figure",
     )
     known = replace(lacking, low=0.5, high=1.5, verdict="worse")
     other = compared(
@@ -774,8 +780,8 @@ def test_what_one_measure_lacks_is_a_dash_and_is_told_once():
     told = comparison_table(summary)
     (row,) = [line for line in told.splitlines() if line.startswith("other: TTFT p99")]
     assert row.split()[-3:] == ["-", "+10.0%", "-"]
-    assert told.count("not enough to tell from") == 1
-    assert "a dash, there is not enough to tell from: not every run has it." in told
+    assert told.count("not enough data") == 1
+    assert "a dash, there is not enough data: some runs do not have this figure." in told
     assert (
         "other is worse than one in TTFT mean (+10.0%); no significant difference in E2E mean."
         in told
@@ -814,8 +820,8 @@ def test_what_no_pod_can_serve_is_named_first(tmp_path, capsys):
     flags = ["--profile", "qwen3-32b-h100-tp2", "--pods", "2"]
     both = ["--config", "default", "--config", "random", "--seeds", "1"]
     sentence = (
-        "1 of 3 requests (33.3%) are longer than the context of qwen3-32b-h100-tp2 (40,960 tokens) "
-        "and failed at once: latencies and throughput do not count them."
+        "1 of 3 requests (33.3%) exceed the context of qwen3-32b-h100-tp2 (40,960 tokens) "
+        "and failed at once. Latencies and throughput do not count them."
     )
     for command in (["replay"], ["compare", *both], ["sweep", *both, "--rates", "1"]):
         out = tmp_path / command[0]
@@ -863,11 +869,11 @@ def test_a_comparison_counts_what_was_not_complete(trace, tmp_path, capsys):
     assert sent == sum(run["requests"]["sent"] for run in summary["runs"]) / 2 > 300
     assert 0 < requests["aborted"] == sent - requests["complete"]
     aborted = f"{requests['aborted']} of {sent}"
-    sentence = f"of its requests not complete ({requests['aborted']} aborted)"
+    sentence = f"of its requests ({requests['aborted']} aborted)"
     for text in (capsys.readouterr().out, *map(Path.read_text, out.glob("report.*"))):
         assert "not complete" in text
         assert aborted in text
-        assert f"random left {requests['aborted'] / sent:.1%} {sentence}" in text
+        assert f"random did not complete {requests['aborted'] / sent:.1%} {sentence}" in text
 
 
 def test_a_comparison_of_two_alike_names_is_a_wrong_call(trace, capsys):
@@ -903,8 +909,8 @@ def test_a_comparison_says_when_there_is_no_difference(trace, tmp_path, capsys):
         assert "same against default: no significant difference in any measure." in text
         assert re.search(r"random is worse than default in .*hit rate \(-[\d.]+%\)", text)
         assert re.search(r"-[\d.]+ points to -[\d.]+ points", text)
-        assert "Seed 1 replays the trace as it was recorded" in text
-        assert "over 4 resamples of 20 blocks of 0.5124 s, says" in text
+        assert "Seed 1 replays the recorded trace" in text
+        assert "over 4 resamples of 20 blocks of 0.5124 s, shows" in text
     page = (out / "report.html").read_text()
     assert "://" not in page
     # A curve a configuration for each of TTFT, TPOT and E2E.
@@ -927,7 +933,7 @@ def test_a_sweep_shows_that_load_costs(trace, tmp_path):
     assert "polyline" in page
     for point in points:
         assert f"<td>{point['figures']['hit_rate']['value']:.1%}</td>" in page
-    assert "95 % intervals" in page
+    assert "95 % confidence intervals" in page
 
 
 def test_a_sweep_tells_the_rate_that_was_sent(tmp_path, capsys):
@@ -943,9 +949,9 @@ def test_a_sweep_tells_the_rate_that_was_sent(tmp_path, capsys):
     assert (slow["rate"], fast["rate"]) == (1.0, 500.0)
     assert fast["requests_per_s"] < 200
     for text in (capsys.readouterr().out, *map(Path.read_text, out.glob("report.*"))):
-        assert "Not reached: 500 requests/s, because requests" in text
+        assert "The rates 500 requests/s were not reached, because requests" in text
         assert f"{fast['requests_per_s']:,.4g}" in text
-        assert "Seed 1, one seed: nothing was varied" in text
+        assert "The only seed is 1: nothing was varied" in text
 
 
 def test_a_sweep_of_a_trace_that_waits_for_nothing_reaches_its_rates(trace, tmp_path, capsys):
@@ -964,11 +970,11 @@ def test_a_sweep_of_a_trace_that_waits_for_nothing_reaches_its_rates(trace, tmp_
         assert f"{lost} of 200" in (out / "report.html").read_text()
     told = capsys.readouterr().out
     assert "not complete" in told
-    assert "Not reached" not in told
+    assert "not reached" not in told
     heads = "\n".join(told.splitlines()[1:3])
-    for word in ("configuration", "requests/s", "asked for", "sent", "within", "targets"):
+    for word in ("configuration", "requests/s", "requested", "sent", "within", "targets"):
         assert word in heads
-    assert "Within targets: TTFT up to 2 s and TPOT up to 50 ms." in told
+    assert "A request is within targets with TTFT up to 2 s and TPOT up to 50 ms." in told
 
 
 @pytest.mark.parametrize(

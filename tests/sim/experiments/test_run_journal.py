@@ -77,8 +77,8 @@ def test_one_that_was_killed_before_it_said_anything_begins_anew(tmp_path, conte
     [
         ({"trace": "other", "pods": "4"}, "trace abc, not other"),
         ({"trace": "abc", "pods": "5"}, "pods 4, not 5"),
-        ({"trace": "abc"}, "pods 4, not unsaid"),
-        ({"trace": "abc", "pods": "4", "speed": "2"}, "speed unsaid, not 2"),
+        ({"trace": "abc"}, "pods 4, not none"),
+        ({"trace": "abc", "pods": "4", "speed": "2"}, "speed none, not 2"),
     ],
 )
 def test_runs_of_something_else_are_refused(path, about, said):
@@ -87,7 +87,7 @@ def test_runs_of_something_else_are_refused(path, about, said):
     with pytest.raises(OutputError) as problem:
         opened(path, about)
     assert str(problem.value) == (
-        f"{path.parent} was begun with {said}; choose another --out or begin anew with --force"
+        f"{path.parent} was started with {said}; choose another --out or start again with --force"
     )
     assert path.read_bytes() == before
 
@@ -101,7 +101,7 @@ def test_a_damaged_file_is_named_and_not_guessed_at(path, line, content):
     lines = path.read_bytes().splitlines()
     lines[line - 1] = content
     path.write_bytes(b"\n".join(lines) + b"\n")
-    with pytest.raises(OutputError, match=rf"runs.jsonl:{line} is no run that has ended"):
+    with pytest.raises(OutputError, match=rf"runs.jsonl:{line} is not a completed run"):
         opened(path)
 
 

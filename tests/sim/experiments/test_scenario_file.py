@@ -264,7 +264,7 @@ def test_what_is_wrong_is_told_with_its_place(tmp_path, text, said):
         ),
         (
             "kind='slow'\nfrom_s=1\nto_s=5\nfactor=2\n[[events]]\nkind='slow'\nfrom_s=4\nto_s=6\nfactor=3\npods=[1]",
-            "slow at 4 s: expected the one of pod 1 before to have ended",
+            "slow at 4 s: expected the previous one of pod 1 to have ended",
         ),
         (
             "kind='join'\nat_s=5\nstartup_s=5\n[[events]]\nkind='leave'\nat_s=6\npods=[4]",
@@ -410,7 +410,7 @@ def test_a_scenario_that_does_not_go_with_the_flags_is_refused(trace, tmp_path, 
     """One sentence, exit code 2; a file that cannot be read is exit code 1."""
     joins = written(tmp_path, "[[events]]\nkind = 'join'\nat_s = 1\n[[pods]]\ncount = 2")
     assert main(["replay", str(trace), "--scenario", str(joins), "--pods", "4"]) == 2
-    assert "made.toml says which pods there are: leave out --pods" in capsys.readouterr().err
+    assert "made.toml defines the pods: leave out --pods" in capsys.readouterr().err
     assert main(["replay", str(trace), "--scenario", str(joins), "--faults-per-hour", "1"]) == 2
     assert "leave out --faults-per-hour" in capsys.readouterr().err
     written(tmp_path, SCALED.replace("labels", "# labels"))
@@ -433,7 +433,7 @@ def test_a_comparison_plays_the_same_scenario_to_all(trace, tmp_path):
     summary = json.loads((out / "summary.json").read_bytes())
     assert summary["conditions"]["scenario"] == "slow-pod.toml"
     assert summary["conditions"]["pods"] == 4
-    assert "| what happens when | slow-pod.toml |" in (out / "report.md").read_text()
+    assert "| scenario of incidents | slow-pod.toml |" in (out / "report.md").read_text()
 
 
 def test_every_kind_of_event_is_documented():
@@ -468,7 +468,7 @@ def test_an_autoscaler_follows_the_load(trace, tmp_path):
     report = (tmp_path / "out" / "report.md").read_text()
     assert f"| pods | {pool['pods_min']} to {pool['pods_max']}, mean " in report
     assert "| pod-hours |" in report
-    assert "How many pods start, serve" in (tmp_path / "out" / "report.html").read_text()
+    assert "Number of pods that start, serve" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_a_comparison_under_an_autoscaler_tells_pod_hours(trace, tmp_path):

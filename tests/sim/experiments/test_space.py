@@ -266,11 +266,11 @@ BUSY = '[[parameters]]\nplugin = "active-request-scorer"\nname = "maxBusyScore"\
         (BUSY + "values = [1]", "expected either low and high, or values, two or more"),
         (BUSY + "low = 0\nhigh = 1\nvalues = [0, 1]", "expected either low and high, or values"),
         ('[[parameters]]\nplugin = "prefix-cache-scorer"\nname = "agreement"\nlow = 1\nhigh = 2',
-         "agreement is no number: give values"),
+         "agreement is not a number: give values"),
         ('[[parameters]]\nplugin = "queue"\nname = "x"', "declares no plugin queue"),
         ('[[plugins]]\nplugin = "queue-scorer"\ntypes = ["load-scorer"]', "load-scorer is unknown"),
-        ('[[plugins]]\nplugin = "queue-scorer"\ntypes = ["queue-scorer"]', "types besides"),
-        ("defaults = false", "has nothing that can be varied: name it in --space"),
+        ('[[plugins]]\nplugin = "queue-scorer"\ntypes = ["queue-scorer"]', "types other than"),
+        ("defaults = false", "has nothing to vary: name parameters in --space"),
     ],
 )  # fmt: skip
 def test_a_file_that_does_not_fit_is_one_sentence(tmp_path, text, told):
@@ -285,7 +285,7 @@ def test_what_has_no_configuration_cannot_be_varied(tmp_path):
     """A baseline, a profile of which nothing matters, a file that is away, or too long, or no text."""
     with pytest.raises(SpaceError, match="random has no configuration"):
         Space(policy_source("random"))
-    with pytest.raises(SpaceError, match=r"bare.yaml has nothing that can be varied"):
+    with pytest.raises(SpaceError, match=r"bare.yaml has nothing to vary"):
         Space(made(HEAD + "- type: queue-scorer\n", "bare"))
     file = tmp_path / "space.toml"
     with pytest.raises(SpaceError, match="No such file"):

@@ -120,7 +120,7 @@ def test_what_can_be_confirmed_is_told_before_the_search(folder, planted, capsys
     """In the line after the seeds, and in the report."""
     assert tune(folder, *SMALL, "--out", planted) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "these gains cannot be relied on to be confirmed: TTFT p90 below" in lines[1]
+    assert "a tuning may fail to confirm these gains: TTFT p90 below" in lines[1]
     assert lines[1] in (planted / "report.md").read_text()
     assert set(summary_of(planted)["power"]["gains"]) <= {"ttft_p90_s", "output_tokens_per_s"}
 
@@ -144,7 +144,7 @@ def test_the_config_map_is_ready(planted):
         "trace made.yml", summary["trace"]["sha256"][:12], "requests: tuned on",
         f"first {summary['trace']['tuning']}, judged on the other", "against blind, hash",
         "4 of llama-3.1-8b-h100-tp1; 1 picker", "TTFT p90", "95 % interval", "1.3 times the load",
-        "Intervals over 4 draws of the traffic", "weight of prefix-cache-scorer 0.1 to 10 or off", f"in {TRIALS} trials",
+        "The confidence intervals are over 4 random draws of the traffic", "weight of prefix-cache-scorer 0.1 to 10 or off", f"The search of {TRIALS} trials",
     ):  # fmt: skip
         assert part in told
 
@@ -168,8 +168,8 @@ def test_it_tells_people_too(planted):
     report = (planted / "report.md").read_text()
     page = (planted / "report.html").read_text()
     assert report.startswith("# Tuning on made.yml\n\nTrial ")
-    assert "beats blind on the half that was not used for tuning: TTFT p90 -" in report
-    for heading in ("On the half that was not used for tuning", "What was varied", "What was run"):
+    assert "beats blind on the hold-out half, which was not used for tuning: TTFT p90 -" in report
+    for heading in ("Results on the hold-out half", "What was varied", "What was run"):
         assert heading in report
         assert heading in page
     assert "<svg" in page
@@ -195,7 +195,7 @@ def test_what_is_best_already_stays(folder, capsys):
     assert not summary_of(out)["beats"]
     (out / "tuned.yaml").write_text("of an earlier start")
     assert tune(folder, *SMALL, "--out", out, config="good.yaml") == 0
-    assert "going on from" in capsys.readouterr().out
+    assert "resuming after" in capsys.readouterr().out
     assert not [*out.glob("*.yaml")]
 
 
@@ -216,7 +216,7 @@ def test_it_goes_on_where_it_was_stopped(folder, planted, capsys):
     assert process.returncode == 130
     kept = runs.read_bytes().splitlines()
     assert errors == (
-        f"sim: interrupted, {len(kept) - 1} runs are kept: the same command goes on from there\n"
+        f"sim: interrupted, {len(kept) - 1} runs are stored: the same command resumes from there\n"
     )
     assert "Not finished: " in printed
     summary = summary_of(out)
@@ -228,7 +228,7 @@ def test_it_goes_on_where_it_was_stopped(folder, planted, capsys):
     assert f"# Not finished: {tried} configurations tried so far" in best.text
     assert "Not finished" in (out / "report.md").read_text()
     assert tune(folder, *SMALL, "--out", out) == 0
-    assert f"going on from {len(kept) - 1} runs" in capsys.readouterr().out
+    assert f"resuming after {len(kept) - 1} runs" in capsys.readouterr().out
     assert runs.read_bytes().splitlines()[: len(kept)] == kept
     keys = [json.loads(line)["key"] for line in runs.read_text().splitlines()[1:]]
     assert len(keys) == len(set(keys))
@@ -243,7 +243,7 @@ def test_another_objective_goes_on_from_the_same_runs(folder, planted, capsys):
     before = (out / "runs.jsonl").read_bytes()
     assert tune(folder, *SMALL, "--objective", "itl", "--trials", "2", "--out", out) == 0
     assert (out / "runs.jsonl").read_bytes().startswith(before)
-    assert "going on from" in capsys.readouterr().out
+    assert "resuming after" in capsys.readouterr().out
     summary = summary_of(out)
     assert summary["objective"] == ["ttft_p90_s", "itl_mean_s"]
     assert len(summary["trials"]) == 2
@@ -285,10 +285,10 @@ def test_a_terminal_shows_a_bar(folder, planted):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (("--pods", "5"), "begun with pods 4, not 5"),
-        (("--seed", "2"), "begun with first seed 1, not 2"),
-        (("--config", "weighted-scores"), "begun with configuration "),
-        (("--requests", "200"), "begun with requests_max unsaid, not 200"),
+        (("--pods", "5"), "started with pods 4, not 5"),
+        (("--seed", "2"), "started with first seed 1, not 2"),
+        (("--config", "weighted-scores"), "started with configuration "),
+        (("--requests", "200"), "started with requests_max none, not 200"),
     ],
 )
 def test_a_folder_of_another_tuning_is_refused(folder, planted, change, told, capsys):
@@ -297,7 +297,7 @@ def test_a_folder_of_another_tuning_is_refused(folder, planted, change, told, ca
     assert tune(folder, *SMALL, *change, "--out", planted) == 1
     error = capsys.readouterr().err
     assert told in error
-    assert error.endswith("choose another --out or begin anew with --force\n")
+    assert error.endswith("choose another --out or start again with --force\n")
     assert error.count("\n") == 1
     assert {path.name: path.read_bytes() for path in planted.iterdir()} == before
 
@@ -309,7 +309,7 @@ def test_a_folder_of_another_trace_is_refused(folder, planted, capsys):
     other.write_text(WORKLOAD.replace("4500", "4600"))
     arguments = ["--config", folder / "blind.yaml", *SMALL, "--out", planted]
     assert main(["tune", str(other), *map(str, arguments)]) == 1
-    assert "begun with trace " in capsys.readouterr().err
+    assert "started with trace " in capsys.readouterr().err
     (other.parent / "something").write_text("of somebody else")
     arguments[-1] = other.parent
     assert main(["tune", str(other), *map(str, arguments)]) == 1
@@ -320,17 +320,17 @@ def test_a_folder_of_another_trace_is_refused(folder, planted, capsys):
     ("arguments", "code", "told"),
     [
         ((), 2, "--out DIR is needed"),
-        (("--seeds", "2", "--out", "x"), 2, "--seeds: 3 are needed to be sure of anything, got 2"),
+        (("--seeds", "2", "--out", "x"), 2, "--seeds is 2; confidence intervals need at least 3"),
         (("--config", "random", "--out", "x"), 1, "random has no configuration"),
         (("--config", "nowhere.yaml", "--out", "x"), 2, "nowhere.yaml is neither a file nor"),
         (("--space", "nowhere.toml", "--out", "x"), 1, "nowhere.toml: No such file"),
         (
             ("--requests", "39", "--out", "x"),
             1,
-            "at least 40 requests, to tune on one half of them",
+            "at least 40 requests, to tune on one half and judge on the other",
         ),
         (("--trials", "0", "--out", "x"), 2, "'0' is not an integer from 1 to"),
-        (("--config-map", "Homing", "--out", "x"), 2, "'Homing' is no name of a ConfigMap"),
+        (("--config-map", "Homing", "--out", "x"), 2, "'Homing' is not a name of a ConfigMap"),
         (("--tolerance", "1", "--out", "x"), 2, "'1' is not a share from 0 to below 1"),
         (("--objective", "speed", "--out", "x"), 2, "speed"),
         (("--guard", "e2e_means", "--out", "x"), 2, "did you mean `e2e_mean_s`?"),
@@ -359,4 +359,4 @@ def test_a_scenario_that_configures_pickers_would_undo_what_is_tried(folder, tmp
     (tmp_path / "next.yaml").write_text(DEFAULT_CONFIG)
     scenario.write_text('[[events]]\nkind = "configure"\nat_s = 1\nconfig = "next.yaml"\n')
     assert tune(folder, *SMALL, "--scenario", scenario, "--out", tmp_path / "x") == 2
-    assert "scenario.toml configures pickers, which would undo" in capsys.readouterr().err
+    assert "scenario.toml configures pickers, which would overwrite" in capsys.readouterr().err

@@ -24,7 +24,7 @@ def test_both_documents_say_the_same():
 
 def test_what_was_not_shown_is_not_claimed():
     """A target that broke bounds, or of one run, says so where it is applied."""
-    assert "the bounds were kept." in autoscaling_manifests(FOUND)
+    assert "the bounds were kept with 95 % confidence." in autoscaling_manifests(FOUND)
     for kept in (None, False):
         told = autoscaling_manifests(filled(AutoscalingSummary, target=1.0, kept=kept))
         assert "the bounds were not shown to be kept." in told

@@ -85,7 +85,7 @@ def test_the_best_and_who_is_level_with_it_are_marked(summary):
     assert re.search(r"\| level \|.*2\.01 s ± [\d.]+ s = \|", report)
     assert re.search(r"\| slower \|.*2\.50 s ± [\d.]+ s \|", report)
     loses = next(row for row in report.splitlines() if row.startswith("| loses | 100 ms"))
-    assert loses.endswith("| 150 of 300, out of the running |")
+    assert loses.endswith("| 150 of 300, not eligible |")
     assert "*" not in loses
 
 
@@ -99,29 +99,27 @@ def test_all_in_all_the_distances_are_told_without_adapters_first(summary):
     report = leaderboard_report(summary)
     titles = [line for line in report.splitlines() if line.startswith("## ")]
     assert titles[:6] == [
-        "## All in all, without LoRA: times the best",
-        "## All in all, without LoRA: level with the best",
-        "## Hold-outs alone, without LoRA: times the best",
-        "## All in all, with LoRA: times the best",
-        "## All in all, with LoRA: level with the best",
+        "## All cases without LoRA: ratio to the best",
+        "## All cases without LoRA: level with the best",
+        "## Hold-outs without LoRA: ratio to the best",
+        "## All cases with LoRA: ratio to the best",
+        "## All cases with LoRA: level with the best",
         "## Where slower is behind",
     ]
-    plain = under(report, "All in all, without LoRA: times the best")
-    assert "Of 2 cases." in plain
+    plain = under(report, "All cases without LoRA: ratio to the best")
+    assert "The ranking covers 2 cases." in plain
     assert line(plain, "| best | 2 | 1.000 |").endswith("| 1.000 in one |")
     assert line(plain, "| slower | 2 | 3.034 |").endswith("| 7.364 in held |")
-    assert "| slower | 1 | 7.364 |" in under(
-        report, "Hold-outs alone, without LoRA: times the best"
-    )
-    everything = under(report, "All in all, with LoRA: times the best")
+    assert "| slower | 1 | 7.364 |" in under(report, "Hold-outs without LoRA: ratio to the best")
+    everything = under(report, "All cases with LoRA: ratio to the best")
     assert line(everything, "| best | 3 | 1.241 |").endswith("| 1.909 in lora |")
-    assert "| best | 2 of 2 |" in under(report, "All in all, without LoRA: level with the best")
-    assert "| best | 2 of 3 |" in under(report, "All in all, with LoRA: level with the best")
+    assert "| best | 2 of 2 |" in under(report, "All cases without LoRA: level with the best")
+    assert "| best | 2 of 3 |" in under(report, "All cases with LoRA: level with the best")
     assert "| one | what one is | best | 2.00 s | level | 1.250 |" in report
     assert (
-        "4 pods of a-gpu, 4 pickers, scraped each 0.2 s, prefill at 40,000 or 8,000 tokens/s "
-        "(pickers believe 15,928), goodput: a first token within 1 s, later ones within 50 ms each. "
-        "A hold-out." in report
+        "4 pods of a-gpu, 4 pickers, scraped every 0.2 s, prefill at 40,000 or 8,000 tokens/s "
+        "(pickers assume 15,928), goodput: a first token within 1 s, later ones within 50 ms each. "
+        "This case is a hold-out." in report
     )
 
 
@@ -134,30 +132,32 @@ def test_what_a_strategy_leaves_out_stands_in_its_row(summary):
 
 def test_a_strategy_that_lost_requests_says_in_how_many_cases(summary):
     """Its figures are of fewer answers: of these no better than the best."""
-    plain = under(leaderboard_report(summary), "All in all, without LoRA: times the best")
+    plain = under(leaderboard_report(summary), "All cases without LoRA: ratio to the best")
     assert line(plain, "| loses | 1 (1 out) | 1.000 |")
 
 
 def test_every_judged_figure_has_a_column(summary):
     """Here and on the screen; where cases are the same no table comes twice."""
-    plain = under(leaderboard_report(summary), "All in all, without LoRA: times the best")
+    plain = under(leaderboard_report(summary), "All cases without LoRA: ratio to the best")
     head = line(plain, "| strategy |")
     assert head.count("|") == len(JUDGED) + 5
     for label in ("E2E mean", "TTFT p90", "TTFT p99", "ITL p99", "throughput"):
         assert f"| {label} |" in head
         assert f"{label}: how many times as bad" in leaderboard_page(summary)
     told = leaderboard_table(summary)
-    assert told.index("All in all, without LoRA") < told.index("All in all, with LoRA")
+    assert told.index("All cases without LoRA") < told.index("All cases with LoRA")
     alone = replace(summary, rows=[row for row in summary.rows if row.case == "one"])
-    assert "Of 1 cases." in leaderboard_report(alone), "the others have not been run"
+    assert "The ranking covers 1 cases." in leaderboard_report(alone), (
+        "the others have not been run"
+    )
     assert "with LoRA" not in leaderboard_table(alone)
-    assert "Hold-outs alone" not in leaderboard_table(alone)
+    assert "Hold-outs without LoRA" not in leaderboard_table(alone)
 
 
 def test_where_the_first_is_behind_is_told(summary):
     """By more than a twentieth and beyond the interval; the one that is the best is nowhere behind."""
     report = leaderboard_report(summary)
-    assert "Of the 3 cases these are all in which it is not within" in report
+    assert "The table lists all of the 3 cases in which it is not within" in report
     assert "Cases: E2E mean 2, TTFT p90 0, TTFT p99 0, ITL p99 0, throughput 0." in report
     assert "| E2E mean | held (hold-out) | 7.36 | best |" in report
     assert "| throughput |" not in under(report, "Where slower is behind")
@@ -165,7 +165,9 @@ def test_where_the_first_is_behind_is_told(summary):
     summary.strategies.insert(0, summary.strategies.pop(1))
     assert "| E2E mean | lora (LoRA) | 1.91 | slower |" in leaderboard_report(summary)
     summary.rows[:] = [row for row in summary.rows if row.case != "lora"]
-    assert "In none of the 2 cases it is not within" in leaderboard_report(summary)
+    assert "There is none among the 2 cases in which it is not within" in leaderboard_report(
+        summary
+    )
 
 
 def test_where_the_first_lost_requests_is_told(summary):
@@ -173,8 +175,8 @@ def test_where_the_first_lost_requests_is_told(summary):
     assert "lost too many requests" not in leaderboard_report(summary)
     summary.strategies.insert(0, summary.strategies.pop(3))
     behind = under(leaderboard_report(summary), "Where loses is behind")
-    assert "In none of the 3 cases" in behind
-    assert "It lost too many requests to be in the running in one." in behind
+    assert "There is none among the 3 cases" in behind
+    assert "It lost too many requests to be eligible in one." in behind
 
 
 def test_the_page_draws_distances_and_ladders(summary):

@@ -92,7 +92,7 @@ FRONTIER = """
       [...one.querySelectorAll("circle")].map(dot => ({
         large: dot.r.baseVal.value > 5, x: dot.cx.baseVal.value, y: dot.cy.baseVal.value})),
     ])),
-    allowed: Number(svg.querySelector('[data-name="all that is allowed"] polyline')
+    allowed: Number(svg.querySelector('[data-name="the limit"] polyline')
       .getAttribute("points").split(" ")[0].split(",")[1]),
   };
 })()
@@ -108,14 +108,14 @@ async def test_the_frontier_is_drawn_for_the_screen(folder, tab, name, size):
     assert max(drawn["px"]) <= TEXT_PX_MAX
     assert drawn["cut"] == []
     assert drawn["outside"] == 0
-    assert "of the bounds used (%)" in drawn["texts"]
+    assert "used share of the bounds (%)" in drawn["texts"]
 
 
 async def test_the_answers_stand_out_and_lie_under_what_is_allowed(folder, tab):
     """One large dot for each option, of the number that was found; the limit has none."""
     await tab.show(folder / "priced.html")
     drawn = await tab.evaluate(FRONTIER)
-    assert drawn["series"].pop("all that is allowed") == []
+    assert drawn["series"].pop("the limit") == []
     assert drawn["series"].pop("the front") == []
     assert set(drawn["series"]) == {
         "a-card, default", "two-cards, default", "two-cards, round-robin"

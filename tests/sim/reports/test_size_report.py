@@ -77,14 +77,14 @@ def test_the_answer_is_a_sentence():
     for told in (size_table, size_report, size_page):
         assert (
             "5 pods of a-card under default keep ttft-p90 at most 2 s, with 95 % confidence, for 12.5 "
-            "an hour and 0.25 a million tokens."
+            "per hour and 0.25 per million tokens."
         ) in told(SUMMARY)
 
 
 def test_a_smaller_number_that_might_do_is_named():
     """The figures keep the bounds there, the intervals do not."""
     told = size_table(replace(SUMMARY, options=[replace(OPTION, pods_perhaps=4)]))
-    assert "4 might do: the figures keep the bounds there" in told
+    assert "4 might suffice: the figures keep the bounds there" in told
 
 
 def test_what_was_left_out_of_a_long_trace_is_told():
@@ -99,10 +99,13 @@ def test_what_was_left_out_of_a_long_trace_is_told():
     told = size_report(cut)
     assert "from 5.0 h on: 100 of its 500 requests, at 2 times its mean rate" in told
     # 2 tokens in an hour there, 5 in ten hours: of each four times as many pods are paid for.
-    assert "and 0.25 a million tokens of what was sized for, 1 of the whole trace." in told
-    assert "of tokens those of what was sized for." in told
-    assert "what was sized for" in size_page(cut).partition("<table")[0]
-    assert "of the whole trace" not in size_report(SUMMARY)
+    assert (
+        "and 0.25 per million tokens in the stretch that was sized for, 1 over the whole trace."
+        in told
+    )
+    assert "costs of tokens cover the stretch that was sized for." in told
+    assert "the stretch that was sized for" in size_page(cut).partition("<table")[0]
+    assert "over the whole trace" not in size_report(SUMMARY)
 
 
 NONE = replace(
@@ -124,8 +127,8 @@ def test_where_nothing_is_enough_it_says_why_and_how_far_the_best_is_from_it():
     """And tells no number; the bounds of the highest that was tried are there to be looked at."""
     for told in (size_table, size_report, size_page):
         assert (
-            "No option keeps all bounds with up to 64 pods. Nearest came 64 pods of a-card, default: "
-            "ttft-p90 was 1.89 s (95 % limit 2.10 s), and is to be at most 2 s."
+            "No option keeps all bounds with up to 64 pods. The nearest result is 64 pods of a-card, default: "
+            "ttft-p90 was 1.89 s (95 % limit 2.10 s), and must be at most 2 s."
         ) in told(NONE)
         assert "more than 64" in told(NONE)
     report = size_report(NONE)
@@ -136,10 +139,16 @@ def test_where_nothing_is_enough_it_says_why_and_how_far_the_best_is_from_it():
 def test_an_answer_at_an_end_does_not_speak_of_what_is_beyond():
     """Below one pod and above the highest there is nothing that was tried."""
     lone = replace(SUMMARY, options=[replace(OPTION, pods=1, counts=[count(1, 0.8)])])
-    assert "the smallest number that keeps all, as the one above it does." in size_report(lone)
+    assert (
+        "the smallest number that keeps all bounds. The next higher number keeps them too."
+        in size_report(lone)
+    )
     most = replace(SUMMARY, pods_max=5)
-    assert "the smallest number that keeps all, while the one below does not." in size_report(most)
-    assert "keeps all, as the one above it does, while the one below" in size_report(SUMMARY)
+    assert (
+        "the smallest number that keeps all bounds. The next lower number does not."
+        in size_report(most)
+    )
+    assert "keeps them too. The next lower number" in size_report(SUMMARY)
 
 
 def test_without_prices_there_is_no_column_of_costs():
@@ -152,7 +161,7 @@ def test_without_prices_there_is_no_column_of_costs():
     )
     lost = replace(SUMMARY.headroom[0], cost_per_hour=None)
     told = size_report(replace(SUMMARY, options=[option], headroom=[lost]))
-    assert "an hour" not in told
+    assert "per hour" not in told
     assert "currency" not in told
     assert "| a-card, default (chosen) | 5 | 80.0% | 15 |" in told
 
@@ -163,11 +172,17 @@ def test_a_front_is_told_where_there_is_something_to_beat():
     told = size_report(replace(SUMMARY, options=[OPTION, other]))
     assert "| a-card, default (chosen) | 5 | 12.5 | 0.25 | 2 | 80.0% | yes | 15 |" in told
     assert "| a-card, round-robin | 5 | 12.5 | 0.25 | 2 | 90.0% | - | 15 |" in told
-    assert "no other option beats in both cost and what is left of the bounds." in told
+    assert (
+        "is better than an option on the front in both cost and remaining room in the bounds."
+        in told
+    )
     assert "on the front" not in size_report(SUMMARY)
     bare = [replace(one, price_per_hour=None) for one in (OPTION, other)]
     told = size_report(replace(SUMMARY, options=bare))
-    assert "no other option beats in both pods and what is left of the bounds." in told
+    assert (
+        "is better than an option on the front in both pods and remaining room in the bounds."
+        in told
+    )
 
 
 def test_headroom_that_is_still_looked_for_is_not_called_too_much():
@@ -202,7 +217,7 @@ def test_an_autoscaler_that_broke_bounds_says_so():
     )
     once = replace(broken, kept=None, runs=1, bounds=count(4, 0.9).bounds)
     report = size_report(replace(SUMMARY, autoscaling=once))
-    assert "cannot be told of one run" in report
+    assert "unknown after one run" in report
 
 
 def test_of_nothing_there_is_a_report_too():
@@ -212,9 +227,9 @@ def test_of_nothing_there_is_a_report_too():
         options=[replace(OPTION, pods=None, counts=[])],
     )  # fmt: skip
     for told in (size_table, size_report, size_page):
-        assert "No option has been searched to its end yet." in told(nothing)
+        assert "The search of all options is still incomplete." in told(nothing)
     for told in (size_report, size_page):
-        assert "Not complete: the same command goes on from here." in told(nothing)
+        assert "Not complete: run the same command again to continue." in told(nothing)
 
 
 def test_a_search_that_every_number_contradicts_shows_it():

@@ -29,15 +29,18 @@ SUMMARY = filled(
 
 def test_a_rate_that_was_not_reached_is_told():
     """Where requests wait for answers, the trace cannot be sent as fast as was asked."""
-    assert "Not reached" not in sweep_table(SUMMARY)
+    assert "not reached" not in sweep_table(SUMMARY)
     slower = replace(SUMMARY, points=[replace(POINT, requests_per_s=3.0)])
-    assert "Not reached: 4 requests/s, because requests of the trace wait" in sweep_table(slower)
-    assert "Not reached" not in sweep_table(replace(slower, waits=False))
+    assert (
+        "The rates 4 requests/s were not reached, because requests of the trace wait"
+        in sweep_table(slower)
+    )
+    assert "not reached" not in sweep_table(replace(slower, waits=False))
 
 
 def test_intervals_have_a_table_of_their_own_where_there_are_some():
     """A share is never told to be more than all."""
-    assert "95 % intervals" not in sweep_report(SUMMARY)
+    assert "95 % confidence intervals" not in sweep_report(SUMMARY)
     known = FIGURES | {"goodput": EstimateSummary(value=0.95, low=0.85, high=1.05)}
     report = sweep_report(replace(SUMMARY, points=[replace(POINT, figures=known)]))
     assert "| mine | 4 | - | - | - | 85.0% to 100.0% |" in report

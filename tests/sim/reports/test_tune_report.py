@@ -60,7 +60,7 @@ def told(**changes):
     hold_out = [judged(1.0, BETTER), judged(0.7), judged(1.3, BETTER)]
     given = {
         "complete": True, "version": "0.0", "first_seed": 1, "seeds": 5, "generated": True,
-        "varied": "5 draws of the traffic", "config": "mine", "config_hash": "abc",
+        "varied": "5 random draws of the traffic", "config": "mine", "config_hash": "abc",
         "tuned_name": "tuned", "tolerance": 0.02, "guards": {E2E: 0.0}, "objective": [TTFT, TOKENS],
         "higher_is_better": [TOKENS], "rungs": [0.25, 1.0], "assumptions": [],
         "trace": {"name": "day.jsonl", "sha256": "f" * 64, "requests": 100, "tuning": 50, "hold_out": 50},
@@ -87,39 +87,39 @@ def ending(*hold_out):
 
 SLOWER = difference("worse", 0.05, 2.0, low=0.06, high=0.14)
 STOPPED = replace(judged(UNSET, BETTER, e2e=SLOWER, stopped_by=[E2E]), trial=3)
-LACKING = difference("not enough to tell from: the trace has 3 sessions", -0.4, low=None, high=None)
+LACKING = difference("not enough data: the trace has 3 sessions", -0.4, low=None, high=None)
 
 
 @pytest.mark.parametrize(
     ("summary", "says"),
     [
-        (told(), ("Trial 3 beats mine on the half that was not used for tuning: TTFT p90 -40.0% (95 % "
-         "interval -500 ms to -300 ms of 1.00 s). In neither objective is it worse at 1, 0.7, 1.3 "
-         "times the load, nor in its guards, E2E mean.")),
-        (told(guards={}, hold_out=[judged(1.0, BETTER)]), "worse at 1 times the load."),
-        (told(hold_out=[judged(1.0, BETTER, e2e=SLOWER)], guards={E2E: 0.1}), ("It gives up E2E mean "
+        (told(), ("Trial 3 beats mine on the hold-out half, which was not used for tuning: TTFT p90 -40.0% (95 % "
+         "interval -500 ms to -300 ms of 1.00 s). It is not worse in either objective at 1, 0.7, 1.3 "
+         "times the load, nor in its guards (E2E mean).")),
+        (told(guards={}, hold_out=[judged(1.0, BETTER)]), "either objective at 1 times the load."),
+        (told(hold_out=[judged(1.0, BETTER, e2e=SLOWER)], guards={E2E: 0.1}), ("It loses E2E mean "
          "+5.0% (95 % interval +60.0 ms to +140 ms of 2.00 s) at 1 times the load.")),
         (ending(judged(1.0, BETTER), judged(1.3, BETTER, e2e=SLOWER, stopped_by=[E2E])), ("the best of "
-         "4 configurations is stopped by a guard at 1.3 times the load: E2E mean +5.0% (95 % interval "
+         "4 configurations was stopped by a guard at 1.3 times the load: E2E mean +5.0% (95 % interval "
          "+60.0 ms to +140 ms of 2.00 s)")),
         (told(chosen=None, hold_out=[], beats=False, finalists=[STOPPED]), ("Trial 3, TTFT p90 -40.0%, "
-         "is stopped by a guard: E2E mean +5.0% (95 % interval +60.0 ms to +140 ms of 2.00 s). No "
+         "was stopped by a guard: E2E mean +5.0% (95 % interval +60.0 ms to +140 ms of 2.00 s). No "
          "configuration is written.")),
-        (told(hold_out=[judged(1.0, BETTER, WORSE)]), ("It gives up output tokens/s -5.0% (95 % "
+        (told(hold_out=[judged(1.0, BETTER, WORSE)]), ("It loses output tokens/s -5.0% (95 % "
          "interval -60 to -40 of 1,000) at 1 times the load.")),
-        (ending(judged(1.0)), ("Nothing beats mine: on the half that was not used for tuning the best "
-         "of 4 configurations does not differ for sure (TTFT p90 +0.1%, 95 % interval -10.0 ms to "
+        (ending(judged(1.0)), ("Nothing beats mine: the best of 4 configurations does not differ "
+         "significantly on the hold-out half (TTFT p90 +0.1%, 95 % interval -10.0 ms to "
          "+12.0 ms; output tokens/s +0.1%")),
-        (ending(judged(1.0, LACKING, LACKING)), ("of the best of 4 configurations there is not enough "
-         "to tell from: the trace has 3 sessions. No configuration is written.")),
+        (ending(judged(1.0, LACKING, LACKING)), ("there is not enough data about the best of 4 "
+         "configurations: the trace has 3 sessions. No configuration is written.")),
         (ending(judged(1.0, BETTER), judged(1.3, SAME, WORSE, worse=[TOKENS])), ("the best of 4 "
          "configurations is worse at 1.3 times the load: output tokens/s -5.0%")),
         (ending(judged(1.0, BETTER), judged(0.7, loses_more=True)), ("the best of 4 configurations "
          "loses more requests at 0.7 times the load")),
-        (told(chosen=None, hold_out=[], beats=False), ("Nothing beats mine: of 4 configurations none "
-         "was better over all seeds without giving up more than 0.02 of an objective, or requests")),
+        (told(chosen=None, hold_out=[], beats=False), ("Nothing beats mine: of 4 configurations, none "
+         "was better over all seeds without losing more than 0.02 of an objective, or losing requests")),
         (told(complete=False, chosen=None, hold_out=[], beats=False), ("Not finished: 4 configurations "
-         "tried so far, and none judged on the half that is held out.")),
+         "tried so far, and none judged on the hold-out half.")),
     ],
 )  # fmt: skip
 def test_every_end_has_its_sentence(summary, says):
@@ -141,7 +141,7 @@ def test_a_report_has_what_was_tried_and_what_came_of_it():
     assert "| trial 3 | 100% | -39.3% | -9.5% | 3 | random-picker |" in report
     assert report.index("| trial 3 | 100%") < report.index("| trial 0 | 100%")
     assert report.index("| trial 0 | 100%") < report.index("| trial 1 | 25%")
-    assert "1 of the trials are no valid configuration and were not run" in report
+    assert "1 of the trials are invalid configurations and were not run" in report
     assert "TTFT p90 better; output tokens/s worse" in report
     assert "| guards | E2E mean |" in report
     assert "| 1: E2E mean (guard) | 1.00 s |" in report
@@ -155,8 +155,8 @@ def test_a_guard_that_stops_is_marked_where_it_stands():
             hold_out=[judged(1.0, BETTER, e2e=SLOWER, stopped_by=[E2E])],
         )
     )  # fmt: skip
-    assert "| 1: E2E mean (guard) | 2.00 s | 2.10 s | +100 ms | +60.0 ms to +140 ms | +5.0% | worse, which stops it |" in report  # fmt: skip
-    assert "stopped by its guard, E2E mean +5.0%" in report
+    assert "| 1: E2E mean (guard) | 2.00 s | 2.10 s | +100 ms | +60.0 ms to +140 ms | +5.0% | worse, stopped by this guard |" in report  # fmt: skip
+    assert "stopped by the guard of E2E mean +5.0%" in report
     assert "Guards: none." in comment(told(guards={}))[-1]
     assert "Guards: E2E mean (up to 0.1 of it)." in comment(told(guards={E2E: 0.1}))[-1]
 
@@ -166,14 +166,15 @@ def test_a_guard_that_stops_is_marked_where_it_stands():
     [
         ({"gains": {TTFT: 0.2134, TOKENS: 0.031}, "requests_needed": {TTFT: 18_213},
           "seeds_needed": {TTFT: 17}},
-         ("With 4,000 requests and 5 seeds these gains cannot be relied on to be confirmed: TTFT p90 "
-         "below 21%, output tokens/s below 3.1%. To confirm 10% of TTFT p90 give about 18,000 "
+         ("With 4,000 requests and 5 seeds, a tuning may fail to confirm these gains: TTFT p90 "
+         "below 21%, output tokens/s below 3.1%. To confirm 10% of TTFT p90, use about 18,000 "
          "requests, or --seeds 17.")),
         ({"gains": {TTFT: 1.5}, "requests_needed": {TTFT: 900_000}},
-         "confirmed: TTFT p90 of any size. To confirm 10% of TTFT p90 give about 900,000 requests."),
-        ({"lacking": "the trace has 2 blocks of 120 s, 5 are needed"},
-         "With this traffic no gain can be confirmed: the trace has 2 blocks of 120 s, 5 are needed."),
-        ({}, "What is varied changes nothing on this traffic, as far as a few draws show."),
+         "to confirm these gains: TTFT p90 of any size. To confirm 10% of TTFT p90, use about 900,000 requests."),
+        ({"lacking": "the trace has 2 blocks of 120 s, confidence intervals need at least 5"},
+         ("With this traffic no gain can be confirmed: the trace has 2 blocks of 120 s, confidence "
+          "intervals need at least 5.")),
+        ({}, "A few random draws show no effect of the varied parameters on this traffic."),
     ],
 )  # fmt: skip
 def test_what_can_be_confirmed_is_told(fields, says):

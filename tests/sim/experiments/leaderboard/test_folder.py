@@ -46,6 +46,6 @@ def test_names_of_users_stay_inside_the_folder(tmp_path):
 def test_a_folder_with_something_else_is_refused(tmp_path):
     """And left as it is."""
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(OutputError, match="something else than a leaderboard"):
+    with pytest.raises(OutputError, match="other content than a leaderboard"):
         CellFolder(tmp_path, anew=True)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

@@ -102,7 +102,7 @@ def test_with_two_seeds_nobody_knows_who_is_level():
     """There is no interval: neither yes nor no."""
     rows = rows_of(e2e("one", 1.0, 2.0), e2e("other", 1.1, 2.1))
     assert rows["other"].behind["e2e_mean_s"].within is None
-    assert "3 are needed" in rows["other"].lacking
+    assert "need at least 3" in rows["other"].lacking
 
 
 def test_equals_are_all_the_best():

@@ -1,9 +1,9 @@
-"""Traffic of which a planner knows three means: requests a second, prompt tokens and output tokens.
+"""Traffic described by three means: requests a second, prompt tokens and output tokens.
 
-It becomes an inference-perf workload file. Requests arrive as a Poisson process, and no prompt shares
-anything with another, so that no prompt cache helps. Lengths are lognormal with a standard deviation
-as large as the mean: p90 is 2.0 and p99 4.9 times the mean then. In the published hours of Azure and
-Mooncake p90 of the prompts is 2.3 to 2.5 times the mean, p99 3.6 to 7.1 times, and p90 of the
+The traffic becomes an inference-perf workload file. Requests arrive as a Poisson process. No prompt
+shares text with another, so no prompt cache helps. Lengths are lognormal with a standard deviation
+as large as the mean, which makes p90 2.0 and p99 4.9 times the mean. In the published hours of Azure
+and Mooncake, p90 of the prompts is 2.3 to 2.5 times the mean, p99 3.6 to 7.1 times, and p90 of the
 outputs 1.7 to 2.0 times.
 """
 
@@ -17,20 +17,20 @@ from epp.core.types import Seconds
 from sim.engine.profiles import Profile
 
 LONGEST: Final = 8.0
-"""Times the mean that a prompt or an output is at most."""
+"""Maximum length of a prompt or an output, as a multiple of the mean."""
 _LONGEST_MIN: Final = 1.5
-"""With a shorter limit hardly any length would be above the mean."""
+"""Smallest accepted multiple; below it hardly any length would exceed the mean."""
 REQUESTS_WANTED: Final = 2_000
 _DURATION_S_MIN: Final[Seconds] = 120.0
 _DURATION_S_MAX: Final[Seconds] = 3600.0
 
 
 class MeanTrafficError(ValueError):
-    """The traffic cannot be simulated: one sentence."""
+    """The traffic cannot be simulated. The message is one sentence."""
 
 
 class MeanTraffic(Struct, frozen=True, kw_only=True):
-    """The three means."""
+    """Traffic with three given means."""
 
     requests_per_s: float
     prompt_tokens: int
@@ -44,7 +44,7 @@ class MeanTraffic(Struct, frozen=True, kw_only=True):
 
     @property
     def duration_s(self) -> Seconds:
-        """Return how long the traffic lasts: some 2,000 requests, from two minutes to an hour."""
+        """Duration of the traffic: about 2,000 requests, from two minutes to an hour."""
         return min(max(REQUESTS_WANTED / self.requests_per_s, _DURATION_S_MIN), _DURATION_S_MAX)
 
     def document(self, profiles: Sequence[Profile]) -> bytes:

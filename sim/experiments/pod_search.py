@@ -1,9 +1,9 @@
-"""The smallest number of pods that is enough, of as few tries as can be.
+"""Find the smallest sufficient number of pods with few tries.
 
-That more pods are better holds on average and not of every try: caches are divided among more, and
-runs are noisy. The answer is therefore the smallest number from which on none is found that is not
-enough: where it is found, the number above it is tried too, and the one below it has been. If the
-one above is not enough, the search goes on beyond it.
+More pods are better on average, but not in every try: requests are spread over more caches, and runs
+are noisy. A found number therefore needs two neighbours: the number below was tried and is too
+small, and the number above is sufficient too. If the number above is too small, the search continues
+beyond it.
 """
 
 from collections.abc import Generator, Mapping
@@ -12,19 +12,20 @@ from msgspec import Struct
 
 
 class Step(Struct, frozen=True, kw_only=True):
-    """Where a search is."""
+    """The state of a search."""
 
     ask: int | None = None
-    """The number that is to be tried next; None: it has ended."""
+    """Number to try next, or None if the search has ended."""
     found: int | None = None
-    """What it has found; None: it goes on, or no number is enough."""
+    """Found number. None if the search has not ended, or if no number is sufficient."""
 
 
 def next_step(known: Mapping[int, bool], *, start: int, highest: int, lowest: int = 1) -> Step:
-    """What to try next, given what is known: number of pods -> whether it is enough.
+    """Return the next step of a search.
 
-    The search begins at `start` and looks from `lowest` to `highest`; fewer are not enough. It
-    depends on nothing but what is given, so that it can be gone on with anywhere.
+    `known` says for each tried number of pods whether it is sufficient. The search begins at `start`
+    and covers `lowest` to `highest`; fewer than `lowest` are known to be too few. The step depends
+    only on the arguments, so an interrupted search can resume anywhere.
     """
     search = _search(min(max(start, lowest), highest), lowest, highest)
     try:
@@ -37,11 +38,12 @@ def next_step(known: Mapping[int, bool], *, start: int, highest: int, lowest: in
 
 
 def smallest_of_all(known: Mapping[int, bool]) -> int | None:
-    """The same of a table of all numbers: the smallest from which on every one is enough.
+    """Return the smallest number from which on every number in `known` is sufficient; None if there
+    is none.
 
-    To go down from the highest and stop at the first that is not shown to be enough is to test in a
-    fixed sequence: what is found is too small no more often than one such claim is wrong, however
-    many numbers there are.
+    The function goes down from the highest number and stops at the first that is not shown to be
+    sufficient. This is a fixed-sequence test. The result is too small no more often than a single
+    such claim is wrong, for any count of numbers.
     """
     found = None
     for number in sorted(known, reverse=True):
@@ -52,9 +54,9 @@ def smallest_of_all(known: Mapping[int, bool]) -> int | None:
 
 
 def _search(start: int, lowest: int, highest: int) -> Generator[int, bool, int | None]:
-    """Yields numbers, is sent whether they are enough, returns the answer."""
+    """Yield numbers to try, receive whether each is sufficient, and return the answer."""
+    # The largest known number that is too small, and the smallest sufficient one; 0 if none is known.
     lower, upper = lowest - 1, 0
-    """Not enough, and enough; 0: none is known."""
     if (yield start):
         upper, step = start, 1
         while lower < upper - 1:
@@ -82,7 +84,7 @@ def _search(start: int, lowest: int, highest: int) -> Generator[int, bool, int |
 
 
 def _above(lower: int, highest: int) -> Generator[int, bool, int]:
-    """The first number that is enough, in strides that double; 0: none up to `highest`."""
+    """Return the first sufficient number, in strides that double; 0 if none up to `highest`."""
     step = 1
     while lower < highest:
         number = min(lower + step, highest)

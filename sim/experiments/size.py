@@ -1,4 +1,4 @@
-"""`sim size`: how few pods keep what a service promises, of which kind, and what they cost."""
+"""`sim size`: find the smallest number of pods that meets an SLO, per GPU type, with its cost."""
 
 import argparse
 import contextlib
@@ -86,7 +86,7 @@ _TOKENS_MAX: Final = 10_000_000
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """The command line of `sim size`."""
+    """Add the command line of `sim size`."""
     parser = subparsers.add_parser(
         "size",
         help="the smallest number of pods that meets an SLO, per GPU type, with its cost",
@@ -105,31 +105,34 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _add_answer_options(parser: argparse.ArgumentParser) -> None:
-    """What is looked for, and among what."""
+    """Add the flags that define the SLO, the options and the extent of the answer."""
     add = parser.add_argument_group("Answer").add_argument
     add("--slo", type=_bounds, required=True, metavar="NAME=LIMIT,...",
         help="limits to meet: ttft-p90=2, itl-p99=0.1 or e2e-p95=60 in seconds, goodput=0.99 or "
         "lost=0.01 as shares of the requests")  # fmt: skip
     add("--config", action="append", metavar="FILE|NAME",
-        help=f"scheduler configuration; repeat to compare ({DEFAULT_POLICY}): {POLICY_HELP}")  # fmt: skip
+        help=f"scheduler configuration; repeat to compare (default: {DEFAULT_POLICY}): {POLICY_HELP}")  # fmt: skip
     add("--price", type=_price, action="append", default=[], metavar="PROFILE=P",
         help="cost of a pod of PROFILE for an hour, in your currency; once for each profile")  # fmt: skip
-    add("--pods-max", type=_pods, default=64, metavar="N", help="largest number of pods tried (64)")
+    add("--pods-max", type=_pods, default=64, metavar="N",
+        help="largest number of pods to try (default: 64)")  # fmt: skip
     add("--stretch", type=_seconds, default=3600.0, metavar="S",
-        help="of a longer trace only its busiest S seconds are simulated, the same at every --speed (3600)")  # fmt: skip
+        help="simulate only the busiest S seconds of a longer trace, the same at every --speed "
+        "(default: 3600)")  # fmt: skip
     add("--growth", type=_factor, default=1.3, metavar="X",
-        help="headroom: the pods needed for X times the traffic (1.3)")  # fmt: skip
+        help="headroom: also find the pods needed for X times the traffic (default: 1.3)")  # fmt: skip
     add("--pod-startup", type=_seconds, default=120.0, metavar="S",
-        help="seconds from an autoscaler's decision until a new pod serves (120)")  # fmt: skip
+        help="seconds from an autoscaler's decision until a new pod serves (default: 120)")  # fmt: skip
     add("--answer-only", action="store_true",
-        help="leave out headroom, and how an autoscaler would have done")  # fmt: skip
+        help="leave out the headroom and the simulated autoscaler")  # fmt: skip
     add("--every-count", action="store_true",
-        help="also run every number of pods, to check the search: slow")  # fmt: skip
-    add("--executor", default=LOCAL, metavar="WHERE", help=f"{EXECUTOR_HELP} ({LOCAL})")
+        help="also run every number of pods, to check the search; this is slow")  # fmt: skip
+    add("--executor", default=LOCAL, metavar="WHERE",
+        help=f"where to run: {EXECUTOR_HELP} (default: {LOCAL})")  # fmt: skip
 
 
 def _add_mean_options(parser: argparse.ArgumentParser) -> None:
-    """Traffic that is described by its means."""
+    """Add the flags that describe traffic by its means."""
     add = parser.add_argument_group("Traffic without a trace").add_argument
     add("--requests-per-s", type=_rate, metavar="R", help="mean number of requests a second")
     add("--prompt-tokens", type=_tokens, metavar="N", help="mean length of a prompt, in tokens")
@@ -137,9 +140,10 @@ def _add_mean_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """0: done, whether or not any number is enough. 2: usage. 130: interrupted, what is done is kept.
+    """Run the command and return its exit code.
 
-    Raises what is told by `sim`.
+    The code is 0 if the search ended, with or without a sufficient number; 2 for a usage error; 130
+    if it was interrupted, and then completed runs are stored. Raises errors that `sim` reports.
     """
     problem = _problem_of(options)
     if problem:
@@ -149,7 +153,7 @@ def run(options: argparse.Namespace) -> int:
     if task.sizing.warm_up.warning:
         print(f"Warning: {task.sizing.warm_up.warning}")
     with RunJournal(folder / RUNS, task.about) as journal:
-        going_on = f", going on from {len(journal):,} runs" if len(journal) else ""
+        going_on = f", resuming after {len(journal):,} runs" if len(journal) else ""
         seeds = f"seeds {options.seed} to {options.seed + options.seeds - 1}"
         count = len(task.sizing.options)
         options_told = f"{count} option{'' if count == 1 else 's'}"
@@ -162,7 +166,7 @@ def run(options: argparse.Namespace) -> int:
         ):
             runs = SizedRuns(workers, journal, task.trace_hash, lambda: bar.advance(at))
             sizing = Sizing(task.sizing, runs)
-            # What is known when it is stopped is told all the same.
+            # An interrupted search reports the results that it has.
             with bar, contextlib.suppress(StoppedError):
                 sizing.carry_out()
             summary = _Told(task, sizing).summary()
@@ -172,16 +176,17 @@ def run(options: argparse.Namespace) -> int:
     if sizing.complete:
         return 0
     print(
-        f"sim: interrupted, {len(journal):,} runs are kept: the same command goes on from there",
+        f"sim: interrupted, {len(journal):,} runs are stored: the same command resumes from there",
         file=sys.stderr,
     )
     return INTERRUPTED
 
 
 def _opened(options: argparse.Namespace) -> tuple[Path, "_Task"]:
-    """Return the folder of the results and what is to be found out.
+    """Return the folder of the results and the task.
 
-    Traffic that is described by means becomes a trace in that folder. Raises what is told by `sim`.
+    Traffic that is described by means becomes a trace in that folder. Raises errors that `sim`
+    reports.
     """
     if options.trace is not None:
         task = _Task(options)
@@ -199,8 +204,8 @@ def _opened(options: argparse.Namespace) -> tuple[Path, "_Task"]:
     trace = folder / TRAFFIC
     if trace.exists() and trace.read_bytes() != document:
         raise OutputError(
-            f"{trace} is other traffic than these numbers describe; choose another --out or begin "
-            "anew with --force"
+            f"{trace} is other traffic than these numbers describe; choose another --out or start "
+            "again with --force"
         )
     write_whole(trace, document)
     told = argparse.Namespace(**(vars(options) | {"trace": str(trace)}))
@@ -216,41 +221,48 @@ class Probe(Struct, frozen=True, kw_only=True):
 
     settings: RunSettings
     inputs: str
-    """A hash of trace, code and plugins where it was asked for."""
+    """Hash of trace, code and plugins on the requesting machine."""
 
 
 def run_probe(probe: Probe) -> RunSummary:
-    """Run it. Raises as `run_job`, and `JobError` where code or trace are others."""
+    """Return the summary of the run.
+
+    Raises as `run_job` does, and `JobError` if this machine's code, plugins or trace differ from
+    those of the requesting machine.
+    """
     settings = probe.settings
     if _inputs_of(settings, _trace_hash(settings.trace)) != probe.inputs:
         raise JobError(
-            "the machine that was to run it has other code, plugins or another trace file than the "
-            "one that asked: expected the same"
+            "the executing machine has other code, plugins or another trace file than the "
+            "requesting machine: expected the same"
         )
     return run_job(settings).summary
 
 
 class SizedRuns:
-    """Asks the journal first, the workers for the rest."""
+    """Runs from the journal; workers execute the missing ones."""
 
     def __init__(
         self, workers: Workers, journal: RunJournal, trace_hash: str, advance: Callable[[], None]
     ) -> None:
-        """`advance` is called for each run that there is."""
+        """Create the runs; `advance` is called for each available run."""
         self._workers = workers
         self._journal = journal
         self._trace_hash = trace_hash
         self._advance = advance
 
     def of(self, wanted: Sequence[RunSettings]) -> list[KeptRun]:
-        """One for each, in order. Raises `StoppedError`, and `JobError` for one that cannot be."""
+        """Return the runs in the order of `wanted`.
+
+        Raises `StoppedError` after an interruption, and `JobError` for a run that failed.
+        """
         keyed = [(_key(settings), settings) for settings in wanted]
         return self._journal.runs(keyed, self._measured, self._advance)
 
     def _measured(self, wanted: Sequence[RunSettings]) -> Iterator[tuple[int, RunSummary]]:
         probes = [
             Probe(
-                # Workers elsewhere were started in another folder.
+                # Workers on other machines have another working directory.
                 settings=replace(settings, trace=str(Path(settings.trace).absolute())),
                 inputs=_inputs_of(settings, self._trace_hash),
             )
@@ -263,12 +275,12 @@ class SizedRuns:
 
 
 class _Task:
-    """What the command line asks for, read and checked."""
+    """The validated task of a command line."""
 
     def __init__(self, options: argparse.Namespace, described: str = "") -> None:
-        """`described`: the traffic in words, if it is no trace of the user's.
+        """Read and check the options. Raises errors that `sim` reports.
 
-        Raises what is told by `sim`.
+        `described` describes the traffic in words if it is not a trace of the user.
         """
         self.first_seed: int = options.seed
         profiles = _profiles(options)
@@ -324,7 +336,10 @@ class _Task:
 
     @property
     def about(self) -> dict[str, str]:
-        """What may not change between two starts; runs of other flags are told apart by their keys."""
+        """Values that may not change between two starts on one folder.
+
+        Flags may change, because the key of a run contains them.
+        """
         return {
             "version": __version__,
             "trace": self.trace_hash[:12],
@@ -333,9 +348,9 @@ class _Task:
 
 
 class _Told:
-    """A sizing, as far as it has come, as summary.json has it.
+    """The content of summary.json for a search, complete or interrupted.
 
-    The same task gives the same bytes, however often it was stopped.
+    The same task gives the same bytes, regardless of interruptions.
     """
 
     def __init__(self, task: _Task, sizing: Sizing) -> None:
@@ -344,7 +359,7 @@ class _Told:
         self._chosen = sizing.chosen
 
     def summary(self) -> SizeSummary:
-        """All of it."""
+        """Return the whole summary."""
         sizing, chosen = self._sizing, self._chosen
         task, demand = sizing.task, sizing.task.demand
         longest = sizing.longest
@@ -420,8 +435,8 @@ class _Told:
 
     def _headroom(self, price: float | None) -> list[HeadroomSummary]:
         says = {
-            ONE_LOST: "gone for good after a tenth of the time, its requests being sent again a second "
-            "later",
+            ONE_LOST: "a pod fails after a tenth of the time and does not come back; its requests are "
+            "sent again a second later",
             GROWTH: f"requests come {self._sizing.task.growth:g} times as fast",
         }
         return [
@@ -466,9 +481,10 @@ class _Told:
 
 
 def _with_front(options: list[SizedSummary]) -> list[SizedSummary]:
-    """With those marked that no other beats in both cost and what is left of the bounds.
+    """Return the options with `on_front` set.
 
-    Pods of one kind are their own price.
+    An option is on the front if no other is better in both cost and used share of the bounds. If all
+    options have the same profile and no price, the number of pods is the cost.
     """
     alike = len({one.profile for one in options}) == 1
     costs = [
@@ -495,9 +511,10 @@ def _with_front(options: list[SizedSummary]) -> list[SizedSummary]:
 
 
 def _demand(settings: RunSettings, stretch_s: float) -> TraceDemand:
-    """Return what the trace asks for; `stretch_s` is of the trace, so that it is one at every speed.
+    """Return the demand of the trace.
 
-    Raises as the reading of the trace does.
+    `stretch_s` is in the trace's time, so it is the same stretch at every speed. Raises as reading
+    the trace does.
     """
     trace = open_trace(Path(settings.trace), settings.read)
     arrivals = islice(trace, settings.requests_max)
@@ -510,7 +527,9 @@ def _demand(settings: RunSettings, stretch_s: float) -> TraceDemand:
 
 
 def _warm_up(settings: RunSettings, part: range, *, generated: bool) -> WarmUp:
-    """Return what is excluded of `part` of the trace at every load. Raises as its reading does."""
+    """Return the warm-up that every load excludes from `part` of the trace. Raises as reading it
+    does.
+    """
     trace = open_trace(Path(settings.trace), settings.read)
     given_s = None if settings.warm_up_s is None else settings.warm_up_s * settings.speed
     arrivals = islice(trace, part.start, part.stop)
@@ -518,10 +537,14 @@ def _warm_up(settings: RunSettings, part: range, *, generated: bool) -> WarmUp:
 
 
 def _is_generated(settings: RunSettings, part: range, seeds: int) -> bool:
-    """Whether repetitions draw the trace anew. Raises `TraceError` if they could show nothing."""
+    """Return whether each repetition is a random draw of the traffic.
+
+    Otherwise repetitions are resamples of the trace. Raises `TraceError` if the trace or the seeds
+    are too few for confidence intervals.
+    """
     trace = open_trace(Path(settings.trace), settings.read)
     if settings.requests_max is None:
-        # Read once here, so that no process has to.
+        # This process reads the trace once, so that the workers need not.
         trace.keep()
     if trace.generated() is not None:
         return True
@@ -533,12 +556,15 @@ def _is_generated(settings: RunSettings, part: range, seeds: int) -> bool:
         repetitions=seeds, generated=False, blocks=blocks.count, cut=str(blocks)
     ).lacking
     if lacking:
-        raise TraceError(settings.trace, 0, "", f"Nothing could be sure: {lacking}")
+        raise TraceError(settings.trace, 0, "", f"There is not enough data: {lacking}")
     return False
 
 
 def _key(settings: RunSettings) -> str:
-    """Of a run in the journal: all that its figures depend on, but trace and code."""
+    """Return the key of a run in the journal.
+
+    The key covers everything on which the figures depend, except trace and code.
+    """
     pods = len(settings.cluster.pods)
     policy = replace(settings.policy, name="", source="")
     bare = replace(settings, trace="", policy=policy, read=replace(settings.read, kept_in=""))
@@ -562,7 +588,10 @@ def _trace_hash(path: str) -> str:
 
 
 def _write(folder: Path, summary: SizeSummary) -> None:
-    """Reports, and an autoscaler's manifests if there are any; none of an earlier start remains."""
+    """Write the reports, and the autoscaler's manifests if there are any.
+
+    Without an autoscaler, the manifests of an earlier start are removed.
+    """
     write_whole(folder / "summary.json", as_json(summary))
     write_whole(folder / "report.md", size_report(summary).encode())
     write_whole(folder / "report.html", size_page(summary).encode())
@@ -573,19 +602,21 @@ def _write(folder: Path, summary: SizeSummary) -> None:
 
 
 def _problem_of(options: argparse.Namespace) -> str:
-    """What makes the flags no task, in a sentence; "": nothing."""
+    """Return why the flags describe no task, as a sentence; "" if they describe one."""
     if options.out is None:
-        return "--out DIR is needed: runs are kept there to go on from"
+        return "--out DIR is needed: it stores runs, so that the command can resume"
     if options.seeds < REPETITIONS_NEEDED:
         return (
-            f"--seeds: {REPETITIONS_NEEDED} are needed to be sure of anything, got {options.seeds}"
+            f"--seeds is {options.seeds}; confidence intervals need at least {REPETITIONS_NEEDED}"
         )
     if options.pods is not None:
-        return "--pods is what is looked for; --pods-max says how far"
+        return "--pods is the result of sim size: leave it out; --pods-max limits it"
     if options.scenario is not None:
-        return "--scenario does not go with sim size: traffic is the trace, and pods are looked for"
+        return "--scenario does not work with sim size, which defines traffic and pods itself"
     if options.faults_per_hour:
-        return "--faults-per-hour does not go with sim size: one pod lost is told besides"
+        return (
+            "--faults-per-hour does not work with sim size; its headroom covers the loss of a pod"
+        )
     if problem := _traffic_problem_of(options):
         return problem
     names = [profile.name for profile in _profiles(options)]
@@ -606,7 +637,7 @@ def _traffic_problem_of(options: argparse.Namespace) -> str:
     missing = [name for name, value in means.items() if value is None]
     if options.trace is not None:
         given = [name for name in _MEANS if name not in missing]
-        return f"{given[0]} does not go with TRACE: give one of them" if given else ""
+        return f"{given[0]} does not work with TRACE: give one of them" if given else ""
     if len(missing) == len(_MEANS):
         return f"TRACE is missing; without a trace, give {', '.join(_MEANS)}"
     if missing:
@@ -636,7 +667,7 @@ def _pods(text: str) -> int:
 
 
 def _seconds(text: str) -> float:
-    # An autoscaler takes no longer, and a shorter stretch would hold hardly a request.
+    # No autoscaler takes longer than a day, and a stretch below a second has hardly any request.
     return _between(text, 1.0, 86_400.0)
 
 

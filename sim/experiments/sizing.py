@@ -1,7 +1,8 @@
-"""How few pods keep bounds: of each option, of the cheapest if something is worse, of an autoscaler.
+"""Search for the smallest number of pods that keeps the bounds.
 
-Which runs are wanted follows from what those before have shown; who runs them, here or elsewhere, or
-has kept them of an earlier start, is nothing to this module.
+The search covers each option, the headroom of the cheapest option, and an autoscaler. Completed runs
+determine which runs are needed next. This module does not know whether a run is executed here or on
+another machine, or comes from an earlier start.
 """
 
 import math
@@ -30,54 +31,59 @@ from sim.measurement.summaries import BoundSummary, CountSummary, KeptRun
 ONE_LOST: Final = "one pod lost"
 GROWTH: Final = "more traffic"
 LOST_AFTER: Final = 0.1
-"""Share of the stretch: the figures are of it whole, and what came before would flatter them."""
+"""Share of the stretch after which the pod is lost.
+
+The loss is early because the figures cover the whole stretch, and the time before the loss improves
+them."""
 TARGET_SHARES: Final = (1.0, 0.8, 0.6, 0.4)
-"""Of what a pod has in flight where its number is just enough: an autoscaler that waits for that is
-late by as long as a pod takes to start."""
+"""Tried targets, as shares of a pod's requests in flight at the smallest sufficient number of pods.
+
+An autoscaler with the full target scales up too late, by the start-up time of a pod."""
 _TARGET_MIN: Final = 0.1
 _TARGETS_AT_ONCE: Final = 2
 _COUNTS_EXPECTED: Final = 6
-"""That are tried of an option, half of them with every repetition: for the bar."""
+"""Estimated numbers of pods tried per option, half of them with every repetition; for the progress
+bar."""
 
 
 class Option(Struct, frozen=True, kw_only=True):
-    """A profile under a strategy."""
+    """A profile with a scheduler configuration."""
 
     profile: Profile
     policy: PolicySource
     price_per_hour: float | None
     settings: RunSettings
-    """With one pod."""
+    """Settings of a run with one pod."""
 
 
 class SizingTask(Struct, frozen=True, kw_only=True):
-    """What is to be found out."""
+    """The input of a search."""
 
     bounds: tuple[Bound, ...]
     seeds: int
-    """Repetitions, each with traffic of its own."""
+    """Number of repetitions, each with its own traffic."""
     generated: bool
-    """The traffic is drawn anew each time, else resampled."""
+    """Each repetition is a random draw of the traffic; otherwise it is a resample of the trace."""
     pods_max: int
     growth: float
-    """How much faster requests may come one day."""
+    """Factor of the traffic for the headroom."""
     pod_startup_s: Seconds
     answer_only: bool
-    """Neither headroom nor a target for an autoscaler."""
+    """Leave out the headroom and the autoscaler."""
     every_count: bool
-    """Run every number of pods besides."""
+    """Also run every number of pods."""
     demand: TraceDemand
     warm_up: WarmUp
     options: list[Option]
 
     @property
     def span_s(self) -> Seconds:
-        """Of what is sized for, in the trace's time."""
+        """Length of the stretch that is sized for, in the trace's time."""
         return self.demand.sized_for.end_s - self.demand.sized_for.start_s
 
     @property
     def runs_expected(self) -> int:
-        """About."""
+        """Estimated number of runs."""
         counts = len(self.options) * _COUNTS_EXPECTED
         searched = counts // 2 * (1 + self.seeds)
         besides = 0 if self.answer_only else 6 * self.seeds
@@ -86,22 +92,23 @@ class SizingTask(Struct, frozen=True, kw_only=True):
 
 
 class Runs(Protocol):
-    """Who has runs done."""
+    """Executes runs."""
 
     def of(self, wanted: Sequence[RunSettings]) -> list[KeptRun]:
-        """One for each, in order."""
+        """Return the runs in the order of `wanted`."""
         ...
 
 
 class Sought:
-    """A number of pods that is looked for: what was run of which number, and what follows."""
+    """The search for one number of pods, with its completed runs."""
 
     def __init__(
         self, settings: RunSettings, task: SizingTask, start: int, *, lowest: int = 1
     ) -> None:
-        """`settings`: of a run with any number of pods; `start`: where to begin.
+        """Create a search that begins at `start` pods.
 
-        Fewer pods than `lowest` are known not to be enough.
+        `settings` are those of a run with any number of pods. Fewer pods than `lowest` are known to
+        be too few.
         """
         self._lowest = lowest
         self._settings = settings
@@ -111,23 +118,25 @@ class Sought:
 
     @property
     def known(self) -> dict[int, bool]:
-        """Number of pods -> whether it is enough, of those that are decided."""
+        """Whether a number of pods is enough, by number, for all decided numbers."""
         decided = ((pods, self.verdict(pods)) for pods in self.runs)
         return {pods: verdict for pods, verdict in decided if verdict is not None}
 
     @property
     def pods(self) -> int | None:
-        """What has been found."""
+        """Smallest sufficient number of pods, or None if none is found yet."""
         return self._step.found
 
     @property
     def ended(self) -> bool:
-        """There is nothing left to try."""
+        """Whether the search has ended."""
         return self._step.ask is None
 
     @property
     def perhaps(self) -> int | None:
-        """The smallest number below what was found of which figures keep all bounds, not surely."""
+        """Smallest number below the found one whose figures keep all bounds, but whose 95 % limits
+        do not. None if there is none.
+        """
         pods = self.pods
         return min(
             (
@@ -142,7 +151,10 @@ class Sought:
         )
 
     def wanted(self) -> list[tuple[int, RunSettings]]:
-        """The runs that decide what to do next: the first repetition alone, as it may be enough."""
+        """Return the runs needed for the next step, with their numbers of pods.
+
+        The first repetition runs alone, because it may already decide.
+        """
         pods = self._step.ask
         if pods is None:
             return []
@@ -151,11 +163,11 @@ class Sought:
         return [(pods, self.settings(pods, repetition)) for repetition in repetitions]
 
     def settings(self, pods: int, repetition: int) -> RunSettings:
-        """One run of so many pods."""
+        """Return the settings of one run with `pods` pods."""
         return repeated(with_pods(self._settings, pods), repetition)
 
     def verdict(self, pods: int) -> bool | None:
-        """Whether so many are enough; None: the runs do not say yet."""
+        """Return whether `pods` pods are enough. None if the runs do not decide it yet."""
         task, runs = self._task, self.runs.get(pods, [])
         if cannot_be_kept(task.bounds, runs, repetitions=task.seeds, generated=task.generated):
             return False
@@ -164,7 +176,7 @@ class Sought:
         return all(bound.kept for bound in bounds_of(task.bounds, runs))
 
     def counts(self, price_per_hour: float | None = None) -> list[CountSummary]:
-        """All that were tried, ascending."""
+        """Return all tried numbers of pods, in ascending order."""
         found = []
         for pods, runs in sorted(self.runs.items()):
             bounds = bounds_of(self._task.bounds, runs)
@@ -183,7 +195,9 @@ class Sought:
         return found
 
     def used(self) -> float:
-        """Of what is allowed, with the pods that were found; none: infinity."""
+        """Return the used share of the bounds with the found number of pods; infinity if none is
+        found.
+        """
         told = (one.used for one in self.counts() if one.pods == self.pods)
         return next((used for used in told if used is not None), math.inf)
 
@@ -194,7 +208,7 @@ class Sought:
 
 
 class Sizing:
-    """The whole search: options, what is needed if something is worse, an autoscaler."""
+    """The whole search: options, headroom and autoscaler."""
 
     def __init__(self, task: SizingTask, runs: Runs) -> None:
         self.task = task
@@ -208,14 +222,14 @@ class Sizing:
             for option in task.options
         ]
         self.headroom: dict[str, Sought] = {}
-        """By case, of the chosen option."""
+        """Searches for the headroom of the chosen option, by case."""
         self.every: list[Sought] = []
-        """Of each option, with every number of pods run."""
+        """For each option, a search with every number of pods run."""
         self.autoscaled: tuple[AutoscalerSettings, list[KeptRun]] | None = None
         self.complete = False
 
     def carry_out(self) -> None:
-        """Raises what the runs raise; what is known by then can be told."""
+        """Run the search. Raises what `Runs` raises; the results until then remain available."""
         self._search(self.options)
         chosen = self.chosen
         if chosen is not None and not self.task.answer_only:
@@ -227,7 +241,10 @@ class Sizing:
 
     @property
     def chosen(self) -> int | None:
-        """The cheapest option, once all have been searched; None also if none can be called that."""
+        """Index of the cheapest option.
+
+        None while a search has not ended, or if no option can be called the cheapest.
+        """
         enough = self._enough()
         if not enough or not all(sought.ended for sought in self.options) or self.why_none:
             return None
@@ -235,7 +252,7 @@ class Sizing:
 
     @property
     def why_none(self) -> str:
-        """Why no option is called the cheapest; "": one is, or is still looked for."""
+        """Reason why no option is the cheapest; "" if one is, or if a search has not ended."""
         task = self.task
         if not all(sought.ended for sought in self.options):
             return ""
@@ -245,27 +262,29 @@ class Sizing:
         profiles = {task.options[at].profile.name for at in enough}
         unpriced = any(task.options[at].price_per_hour is None for at in enough)
         if len(profiles) > 1 and unpriced:
-            return "Pods of different profiles are compared by --price, which not all have."
+            return (
+                "Pods of different profiles are compared by --price; give a price for each of them."
+            )
         return ""
 
     @property
     def longest(self) -> list[KeptRun]:
-        """Of the number of pods with the most repetitions: what was varied can be read there."""
+        """Runs of the number of pods with the most repetitions. They show what was varied."""
         of_counts = [runs for sought in self.options for runs in sought.runs.values()]
         return max(of_counts, key=len, default=[])
 
     def found_runs(self, at: int) -> list[KeptRun]:
-        """Of an option with the pods that were found for it."""
+        """Return the runs of an option with its found number of pods."""
         pods = self.options[at].pods
         assert pods is not None
         return self.options[at].runs[pods]
 
     def every_smallest(self, at: int) -> int | None:
-        """What every number of pods finds; None: none is enough."""
+        """Return the smallest sufficient number by the runs of every number; None if none is enough."""
         return smallest_of_all(self.every[at].known)
 
     def _search(self, sought: Sequence[Sought]) -> None:
-        """All of them at once, so that one does not wait for the other."""
+        """Run all searches concurrently, so that none waits for another."""
         while True:
             wanted = [(one, *each) for one in sought for each in one.wanted()]
             if not wanted:
@@ -280,11 +299,11 @@ class Sizing:
         settings = task.options[chosen].settings
         at_s = LOST_AFTER * task.span_s / settings.speed
         lost = Scenario(file=ONE_LOST, incidents=(Leave(at_s=at_s, pods=(0,)),))
-        # Else what was under way there would be lost with any number of pods.
+        # Without a retry, the requests in flight there would be lost with any number of pods.
         again = replace(settings.cluster, clients=ClientSettings(retries=1))
         self.headroom = {
-            # A pool that is ready for either also has to serve the traffic as it is, for which one
-            # pod less is not enough.
+            # A pool with headroom must also serve the present traffic, and one pod less is not
+            # enough for that.
             ONE_LOST: Sought(
                 replace(settings, scenario=lost, cluster=again), task, pods + 1, lowest=pods
             ),
@@ -295,12 +314,12 @@ class Sizing:
         self._search(list(self.headroom.values()))
 
     def _autoscale(self, chosen: int) -> None:
-        """The highest target that keeps the bounds, of some below what a pod has in flight."""
+        """Find the highest of the tried targets that keeps the bounds."""
         task = self.task
         repetitions = range(1 if task.demand.cut else task.seeds)
         inflight = self._inflight_of_pod(chosen)
-        # One run of a whole day takes as long as a dozen of its stretch and one core: two targets at
-        # once take no longer.
+        # One run of a whole day takes as long as a dozen runs of its stretch, on one core. Two
+        # targets in parallel therefore take no longer than one.
         at_once = _TARGETS_AT_ONCE if len(repetitions) == 1 else 1
         for first in range(0, len(TARGET_SHARES), at_once):
             tried = [
@@ -354,18 +373,18 @@ class Sizing:
         )
 
     def _inflight_of_pod(self, chosen: int) -> float:
-        """Requests that a pod has at a time, by Little's law, where so many are just enough."""
+        """Return the mean requests in flight of a pod at the found number, by Little's law."""
         runs, pods = self.found_runs(chosen), self.options[chosen].pods
         assert pods is not None
         told = []
         for one in runs:
             inflight = (one.requests_per_s or 0.0) * (one.e2e_s.mean or 0.0)
-            # The law is of what goes on for long; of requests at once there are no more than came.
+            # The law holds over a long time. In a short run, the number of requests is the limit.
             told.append(min(inflight, one.requests.sent) / pods)
         return sum(told) / len(told) if self.task.generated else told[0]
 
     def _run_every_count(self) -> None:
-        """Each number of pods with every repetition, whatever the search has found."""
+        """Run each number of pods with every repetition, regardless of the search."""
         task = self.task
         for option in task.options:
             sought = Sought(option.settings, task, start=1)
@@ -383,14 +402,14 @@ class Sizing:
         return [at for at, sought in enumerate(self.options) if sought.pods is not None]
 
     def _cost(self, at: int) -> float:
-        """What is compared: money, or pods where they are all of one kind."""
+        """Return the compared cost: money, or pods if all pods have the same profile and no price."""
         pods, price = self.options[at].pods, self.task.options[at].price_per_hour
         assert pods is not None
         return pods * (1.0 if price is None else price)
 
 
 def bounds_of(bounds: Sequence[Bound], runs: Sequence[KeptRun]) -> list[BoundSummary]:
-    """How repetitions of one thing stand to each."""
+    """Return each bound with the figures of repeated runs of one setting."""
     return bound_summaries(bounds, runs, varied_between(runs))
 
 
@@ -409,13 +428,13 @@ def at_load(settings: RunSettings, factor: float) -> RunSettings:
 
 
 def with_pods(settings: RunSettings, pods: int) -> RunSettings:
-    """The same run with so many pods of its kind."""
+    """Return the same run with `pods` pods of its profile."""
     cluster = replace(settings.cluster, pods=settings.cluster.pods[:1] * pods)
     return replace(settings, cluster=cluster)
 
 
 def repeated(settings: RunSettings, repetition: int) -> RunSettings:
-    """The same run on other traffic like it; 0: the trace as it is."""
+    """Return the same run on other traffic like it. Repetition 0 is the trace itself."""
     return replace(
         settings,
         seed=settings.seed + repetition,
@@ -425,7 +444,10 @@ def repeated(settings: RunSettings, repetition: int) -> RunSettings:
 
 
 def _used(bounds: Sequence[BoundSummary]) -> float | None:
-    """By the bound that is nearest to being broken, or furthest beyond; None: that is not known."""
+    """Return the largest used share of all bounds, which exceeds 1 if a bound is broken.
+
+    None if a share is unknown.
+    """
     told = [bound.used for bound in bounds]
     known = [one for one in told if one is not None]
     return rounded(max(known)) if known and len(known) == len(told) else None

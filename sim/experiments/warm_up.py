@@ -1,9 +1,9 @@
-"""What a sizing excludes at the beginning, and which part of the traffic it judges by itself.
+"""The warm-up that a sizing excludes, and the busiest part of the traffic, which it judges separately.
 
 Caches are empty at the start of a run. A prompt that repeats text of a prompt one minute earlier misses
 the cache in the first minute, and finds it from then on. The warm-up lasts until few such tokens are
-missing. It is no longer, because the answer does not rest on what is excluded. Text of a session that
-begins in the trace was in no cache before, so that it needs no warm-up.
+missing. It is no longer than that, because the answer ignores excluded traffic. Text of a session that
+begins in the trace was in no cache before, so it needs no warm-up.
 
 All times are of the trace. A run at X times the load excludes the same part of the trace, which takes
 an X-th of the time there.
@@ -24,21 +24,21 @@ from sim.traces.arrival import Arrival
 COLD_SHARE: Final = 0.05
 """Share of the prompt tokens that may miss a cache because it was empty at the start."""
 EXCLUDED_CHOSEN: Final = 0.2
-"""Share of the requests that a chosen warm-up excludes at most."""
+"""Maximum share of the requests that an automatically chosen warm-up excludes."""
 EXCLUDED_WARNED: Final = 0.25
 BUSIEST_S: Final[Seconds] = 60.0
 BUSIEST_REQUESTS: Final = 200
-"""Requests that the busiest part holds at the mean rate, so that its percentiles mean something."""
+"""Requests in the busiest part at the mean rate; with fewer, its percentiles would mean little."""
 BUSIER: Final = 1.1
-"""Times the work of every later part: from there on a part counts as the busiest, and not as chance."""
+"""Ratio to the work of all later parts above which a part is the busiest, and not so by chance."""
 TEXTS_MAX: Final = 10_000_000
-"""Texts that are remembered; later ones count as new each time."""
+"""Maximum number of remembered texts; later ones count as new each time."""
 _SHARED: Final = "\0"
-"""Stands for several sessions; no session has this name."""
+"""Owner of a text that several sessions used; no session has this name."""
 
 
 class WarmUp(Struct, frozen=True, kw_only=True):
-    """What is excluded, and how long the busiest part is."""
+    """The excluded warm-up and the busiest part, in the trace's time."""
 
     seconds: Seconds
     given: bool
@@ -50,7 +50,7 @@ class WarmUp(Struct, frozen=True, kw_only=True):
 
     @property
     def warning(self) -> str:
-        """Return what a reader of the answer must know of the exclusion; "" if nothing."""
+        """Warning about the exclusion for readers of the answer; "" if none is needed."""
         told = []
         if self.share_excluded > EXCLUDED_WARNED:
             told.append(f"{self.share_excluded:.0%} of the requests")
@@ -65,7 +65,7 @@ class WarmUp(Struct, frozen=True, kw_only=True):
         )
 
     def summary(self) -> WarmUpSummary:
-        """Return it as summary.json has it."""
+        """Return its form in summary.json."""
         return WarmUpSummary(
             seconds=self.seconds,
             needed_s=self.needed_s,
@@ -81,11 +81,13 @@ class WarmUp(Struct, frozen=True, kw_only=True):
 def warm_up_of(
     arrivals: Iterable[Arrival], *, generated: bool, given_s: Seconds | None = None
 ) -> WarmUp:
-    """Return the warm-up for a trace in order of time; `given_s` is what a user wants, if anything.
+    """Return the warm-up for a trace in order of time.
 
-    `generated`: a session whose first turn is in the trace begins there. In a recording it may have
-    begun before. A chosen warm-up is as long as the caches need, but excludes at most `EXCLUDED_CHOSEN` of the
-    requests and not the busiest part. Memory is some 200 bytes for each text and 24 for each request.
+    `given_s` is the user's warm-up, or None to choose one. A chosen warm-up is as long as the caches
+    need, but excludes at most `EXCLUDED_CHOSEN` of the requests and not the busiest part.
+
+    In a `generated` trace, a session begins with its first turn there. In a recording it may have
+    begun before. The function uses about 200 bytes of memory for each text and 24 for each request.
     Raises as iterating does, and `ValueError` if there are no requests.
     """
     reuse = _Reuse(generated=generated)
@@ -115,7 +117,7 @@ def warm_up_of(
 
 
 def _excludes(seconds: Seconds, times_s: Floats, work: Floats, length_s: Seconds) -> bool:
-    """Return whether what is left has no part that is nearly as busy as the busiest."""
+    """Return whether the rest of the trace has no part that is nearly as busy as the busiest."""
     left = times_s >= seconds
     busiest = _work_of_busiest(times_s, work, length_s)
     return busiest > BUSIER * _work_of_busiest(times_s[left], work[left], length_s)
@@ -127,20 +129,22 @@ def _work_of_busiest(times_s: Floats, work: Floats, length_s: Seconds) -> float:
 
 
 class _Reuse:
-    """How long ago the text of each prompt was last used, in one cache without limits."""
+    """Reuse of text in one infinite cache: the time since the last use of each prompt's text."""
 
     def __init__(self, *, generated: bool) -> None:
         self._generated = generated
         self.times_s: list[Seconds] = []
         self.work: list[float] = []
-        """Of each request, in prompt tokens: its output, and its text that no cache could have held."""
+        """Work of each request in prompt tokens: its output, and its text that no cache could have
+        had.
+        """
         self._prompt_tokens = 0
         self._tokens_by_gap_s: Counter[int] = Counter()
         """Tokens that may have been cached before the trace, by whole seconds since their last use."""
         self._last: dict[int, _Use] = {}
-        """Text -> its last use."""
+        """Last use by text."""
         self._begun: set[str] = set()
-        """Sessions of which the trace has the first turn."""
+        """Sessions whose first turn is in the trace."""
 
     def add(self, arrival: Arrival) -> None:
         """Count one request."""
@@ -155,7 +159,9 @@ class _Reuse:
             self._use(arrival.answer, arrival, first=None)
 
     def needed_s(self) -> Seconds:
-        """Return after how long so little is missing from an empty cache that it does not matter."""
+        """Return the time after which the tokens missing from an initially empty cache are below
+        `COLD_SHARE`.
+        """
         left = float(sum(self._tokens_by_gap_s.values()))
         allowed = COLD_SHARE * self._prompt_tokens
         needed_s = 0
@@ -167,7 +173,7 @@ class _Reuse:
         return float(needed_s)
 
     def _reused(self, arrival: Arrival) -> int:
-        """Return how many tokens of the prompt's head were used before, and remember all of it."""
+        """Return how many tokens of the prompt's head were used before, and record the prompt."""
         reused, head = 0, True
         for text, tokens in arrival.spans():
             last = self._last.get(text)
@@ -181,7 +187,7 @@ class _Reuse:
         return reused
 
     def _was_cached(self, last: "_Use", tokens: int) -> None:
-        """Leave text that others use too out of the work of its first use: a warm cache has it."""
+        """Subtract text that others use too from the work of its first use: a warm cache has it."""
         if last.first is not None:
             self.work[last.first] -= tokens
             last.first = None
@@ -200,6 +206,6 @@ class _Use(Struct):
 
     at_s: Seconds
     owner: str
-    """The only session that has used it."""
+    """The only session that used it, or `_SHARED`."""
     first: int | None
-    """Number of the request whose work it counts to; None once others have used it."""
+    """Number of the request whose work includes the text, or None once others have used it."""

@@ -1,4 +1,4 @@
-"""`sim size`: the count that trying every count finds, with few runs, and what is told besides."""
+"""`sim size`: a search with few runs finds the number that trying every number finds."""
 
 import json
 import signal
@@ -104,7 +104,7 @@ def test_an_autoscaler_is_written_out(sized):
 def test_what_was_varied_is_said(sized):
     """Traffic, not dice alone."""
     told = (sized / "report.md").read_text()
-    assert "replays a resample of it" in told
+    assert "replays a resample of the trace" in told
     assert "with 95 % confidence" in told
     assert "resamples of" in summary_of(sized)["varied"]
     assert "<svg" in (sized / "report.html").read_text()
@@ -123,12 +123,12 @@ def test_the_same_on_any_number_of_processes_and_over_stops(trace, tmp_path, cap
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert "the same command goes on from there" in errors
+    assert "the same command resumes from there" in errors
     kept = runs.read_bytes().splitlines()
     assert not summary_of(stopped)["complete"]
     capsys.readouterr()
     assert size(trace, *flags, "--workers", "2", "--out", stopped) == 0
-    assert f"going on from {len(kept) - 1} runs" in capsys.readouterr().out
+    assert f"resuming after {len(kept) - 1} runs" in capsys.readouterr().out
     assert runs.read_bytes().splitlines()[: len(kept)] == kept
     keys = [json.loads(line)["key"] for line in runs.read_text().splitlines()[1:]]
     assert len(keys) == len(set(keys))
@@ -162,15 +162,18 @@ def test_a_promise_that_nothing_keeps_is_said_to_be_one(trace, tmp_path, capsys)
     ("flags", "told"),
     [
         ((), "--out DIR is needed"),
-        (("--out", "OUT", "--seeds", "2"), "--seeds: 3 are needed to be sure of anything, got 2"),
-        (("--out", "OUT", "--pods", "4"), "--pods is what is looked for; --pods-max says how far"),
+        (("--out", "OUT", "--seeds", "2"), "--seeds is 2; confidence intervals need at least 3"),
+        (("--out", "OUT", "--pods", "4"), "--pods is the result of sim size: leave it out"),
         (("--out", "OUT", "--price", "other=1"), "--price other: expected one of the profiles"),
         (("--out", "OUT", "--price", "a=1", "--price", "a=2"), "--price: a is given twice"),
         (
             ("--out", "OUT", *("--profile", "llama-3.1-8b-h100-tp1") * 2),
             "--profile: llama-3.1-8b-h100-tp1 is given twice",
         ),
-        (("--out", "OUT", "--faults-per-hour", "1"), "--faults-per-hour does not go with sim size"),
+        (
+            ("--out", "OUT", "--faults-per-hour", "1"),
+            "--faults-per-hour does not work with sim size",
+        ),
     ],
 )
 def test_what_makes_no_task_is_refused(trace, tmp_path, flags, told, capsys):
@@ -192,7 +195,8 @@ def test_traffic_that_could_show_nothing_is_refused(tmp_path, capsys):
     out = tmp_path / "out"
     assert size(few, *SLO, *SMALL, "--out", out) == 1
     assert (
-        "Nothing could be sure: the trace has 4 sessions, 5 are needed" in capsys.readouterr().err
+        "There is not enough data: the trace has 4 sessions, confidence intervals need at least 5"
+        in capsys.readouterr().err
     )
     assert not out.exists()
 
@@ -200,7 +204,7 @@ def test_traffic_that_could_show_nothing_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (("--slo", "fast"), "'fast' is no bound"),
+        (("--slo", "fast"), "'fast' is not a bound"),
         ((*SLO, "--price", "3"), "'3' is not PROFILE=PRICE"),
         ((*SLO, "--growth", "0.5"), "'0.5' is not a number from 1 to 100"),
         ((*SLO, "--pods-max", "0"), "'0' is not an integer from 1"),
@@ -247,7 +251,7 @@ def test_three_numbers_are_enough(tmp_path, capsys):
     mean = summary["trace"]["prompt_tokens"] / summary["trace"]["requests"]
     assert mean == pytest.approx(500, rel=0.25)
     assert sized_without_a_trace(out, *MEANS, *few) == 0, "the same command continues"
-    assert "going on from" in capsys.readouterr().out
+    assert "resuming after" in capsys.readouterr().out
     other = (*MEANS[:1], "40", *MEANS[2:])
     assert sized_without_a_trace(out, *other, *few) == 1
     assert "is other traffic than these numbers describe" in capsys.readouterr().err
@@ -260,7 +264,7 @@ def test_three_numbers_are_enough(tmp_path, capsys):
     [
         ((), "TRACE is missing; without a trace, give --requests-per-s, --prompt-tokens, --output"),
         (MEANS[:4], "--output-tokens is missing: traffic without a trace needs --requests-per-s"),
-        (("day.jsonl", *MEANS), "--requests-per-s does not go with TRACE: give one of them"),
+        (("day.jsonl", *MEANS), "--requests-per-s does not work with TRACE: give one of them"),
         (
             (*MEANS[:2], "--prompt-tokens", "200000", *MEANS[4:]),
             "a request of 200,020 tokens on average does not fit llama-3.1-8b-h100-tp1",

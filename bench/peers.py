@@ -46,7 +46,7 @@ def _live() -> list[tuple[str, str]]:
     pools = Pool(ENDPOINTS), Pool(ENDPOINTS)
     sender, receiver = _exchange(pools[0], 1), _exchange(pools[1], 2)
     alone = Pool(ENDPOINTS)
-    (index,) = (alone.scheduler.indexes[name] for name in alone.scheduler.shared)
+    (index,) = (alone.scheduler.indexes[name] for name in alone.scheduler.indexes.shared)
     requests = _requests()
     spent_s: dict[str, list[float]] = {"tell": [], "learn": [], "record": []}
     sent_bytes = decisions = 0
@@ -94,7 +94,7 @@ def _live() -> list[tuple[str, str]]:
 def _snapshot() -> list[tuple[str, str]]:
     old, new = Pool(ENDPOINTS), Pool(ENDPOINTS)
     giver, taker = _exchange(old, 1), _exchange(new, 2)
-    (index,) = (old.scheduler.indexes[name] for name in old.scheduler.shared)
+    (index,) = (old.scheduler.indexes[name] for name in old.scheduler.indexes.shared)
     random = Random("bench:snapshot")
     preambles = [random.randbytes(8 * 64) for _ in range(KNOWN_PREAMBLES)]
     for number in range(KNOWN_PROMPTS):

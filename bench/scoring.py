@@ -9,8 +9,8 @@ import numpy as np
 from msgspec import structs
 
 from bench.timing import best_us
-from epp.core.decision.failures import PluginFailures
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
+from epp.core.failures import PluginFailures
 from epp.core.knowledge.candidates import Affinity, Candidates, Columns
 from epp.core.moment import Moment
 from epp.core.prompt.request import InferenceRequest

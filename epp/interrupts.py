@@ -3,7 +3,7 @@
 import signal
 from typing import NoReturn
 
-from epp.core.decision.failures import Interrupted
+from epp.core.failures import Interrupted
 
 
 def raise_interrupted() -> None:

@@ -20,9 +20,9 @@ from epp.configuration.config import (
     joined_names,
     load_config,
 )
-from epp.core.decision.failures import Interrupted
 from epp.core.decision.plugin import Picker, declaration_fault
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.failures import Interrupted
 from epp.core.knowledge.affinity import NoHitLruSettings, SessionIndexSettings
 from epp.core.knowledge.exact import ExactIndexSettings
 from epp.core.knowledge.index import AffinityIndexSettings

@@ -49,7 +49,6 @@ from epp.configuration.document import (
 from epp.configuration.token_producer import Backend, TokenProducer
 from epp.configuration.trial import failing_plugins
 from epp.core.abilities import Origin
-from epp.core.decision.failures import Interrupted, place_of
 from epp.core.decision.plugin import (
     Filter,
     Picker,
@@ -65,6 +64,7 @@ from epp.core.decision.profile import (
     WeightedScorer,
 )
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.failures import Interrupted, place_of
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.saturation import UtilizationDetector

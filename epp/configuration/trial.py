@@ -12,7 +12,6 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from epp.core.decision.failures import FailingPlugin, PluginFailures
 from epp.core.decision.inputs import (
     OutputStarted,
     PageScraped,
@@ -25,6 +24,7 @@ from epp.core.decision.inputs import (
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.duration import Duration
+from epp.core.failures import FailingPlugin, PluginFailures
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.core.prompt.request import InferenceRequest

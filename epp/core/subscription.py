@@ -82,7 +82,7 @@ class Subscription:
         self._waiting: deque[Apply | Forget | Event | Batch | BlocksChanged] = deque()
         self._noted = self.stream.last
         self._told = (StreamState.NONE, False)
-        self._index = next(iter(scheduler.hearing.values()), None)
+        self._index = next(iter(scheduler.indexes.hearing.values()), None)
         self._say_state(now)
 
     @property
@@ -150,7 +150,7 @@ class Subscription:
     def watch(self, now: Seconds) -> list[Asked]:
         """Compare the stream with the pool's state. Call this a few times a second."""
         scheduler = self._scheduler
-        index = next(iter(scheduler.hearing.values()), None)
+        index = next(iter(scheduler.indexes.hearing.values()), None)
         if index is not self._index:
             # The index was reset and is empty.
             self._index = index
@@ -160,7 +160,7 @@ class Subscription:
         slot = self.slot
         computed = columns.cache_queried_tokens.item(slot) - columns.cache_hit_tokens.item(slot)
         self.stream.watched(
-            scheduler.lives.get(slot, 0), columns.observed_at_s.item(slot), computed, now
+            scheduler.indexes.lives.get(slot, 0), columns.observed_at_s.item(slot), computed, now
         )
         asked = self._act()
         self._say_state(now)

@@ -34,18 +34,18 @@ from epp.configuration.build import build_settings, plugin_tables
 from epp.configuration.config import ConfigError, PluginTables, load_config
 from epp.configuration.document import decode
 from epp.core.abilities import Abilities
-from epp.core.decision.failures import (
+from epp.core.decision.plugin import PREFIX_READS, TellsCost, declaration_fault
+from epp.core.decision.settings import SchedulerSettings
+from epp.core.failures import (
     BOOLS,
     FLOATS,
-    affinity_fault,
     array_fault,
     positions_fault,
 )
-from epp.core.decision.plugin import PREFIX_READS, TellsCost, declaration_fault
-from epp.core.decision.settings import SchedulerSettings
 from epp.core.knowledge.candidates import Affinity, Candidates
 from epp.core.knowledge.hit_accuracy import Correction
 from epp.core.knowledge.index import VERBS, AffinityIndex, missing_verbs
+from epp.core.knowledge.indexes import affinity_fault
 from epp.core.prompt.request import InferenceRequest
 from epp.core.session_tokens import SessionTokens
 from epp.core.types import AdapterReport

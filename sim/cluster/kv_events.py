@@ -184,7 +184,7 @@ class Listener:
         before, self._sources = self._sources, {}
         responders = self._scheduler.settings.profile.responders
         ranks_chosen = any(one.plugin.abilities.chooses_ranks for one in responders)
-        for pod in pods if self._scheduler.hearing else ():
+        for pod in pods if self._scheduler.indexes.hearing else ():
             endpoint = pod.endpoint
             slot = self._scheduler.pool.slot_of(endpoint)
             if slot is None or (len(pod.events) > 1 and not ranks_chosen):
@@ -236,6 +236,6 @@ def _payload(number: int) -> bytes:
 
 def _told_block_tokens(scheduler: Scheduler) -> int:
     """Return the tokens per block of the first index that receives KV events."""
-    settings: Any = scheduler.settings.indexes[next(iter(scheduler.hearing))]
+    settings: Any = scheduler.settings.indexes[next(iter(scheduler.indexes.hearing))]
     tokens: int = settings.block_tokens
     return tokens

@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from epp.configuration.build import build_settings, plugin_tables
 from epp.configuration.config import CONFIG_MAX_BYTES, ConfigError, PickerConfig, load_config
 from epp.configuration.describing import config_hash
-from epp.core.decision.failures import FailingPlugin
 from epp.core.decision.inputs import (
     OutputStarted,
     PageScraped,
@@ -31,6 +30,7 @@ from epp.core.decision.inputs import (
 )
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.failures import FailingPlugin
 from epp.core.knowledge.inflight import Lease, Outcome
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.prompt.request import InferenceRequest

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import xxhash
 from msgspec import UNSET, Struct, UnsetType
 
-from epp.core.decision.failures import FailingPlugin
+from epp.core.failures import FailingPlugin
 from epp.core.types import Seconds
 from sim.cluster.simulated_request import Failure, Fate, SimulatedRequest
 from sim.measurement.summaries import (

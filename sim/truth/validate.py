@@ -22,7 +22,7 @@ from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
-from epp.core.decision.failures import Interrupted
+from epp.core.failures import Interrupted
 from sim.engine.profiles import Profile, profile_named
 from sim.interrupts import INTERRUPTED, interrupts_call
 from sim.output import progress_bar

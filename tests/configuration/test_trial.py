@@ -14,7 +14,7 @@ from epp.configuration.build import plugin_tables
 from epp.configuration.config import DEFAULT_CONFIG, ConfigError, load_config
 from epp.configuration.live import LiveConfiguration
 from epp.core.abilities import Abilities
-from epp.core.decision.failures import Interrupted
+from epp.core.failures import Interrupted
 from epp.core.parameters import Parameters
 from epp.flags.command_lines import parse_serve
 from epp.flags.subcommands import CheckFlags

@@ -448,5 +448,5 @@ def test_a_payload_may_have_our_keys_already():
     for number, payload in ((0, b"ab"), (1, b"c"), (1, b"c")):
         heard.received(number, payload, 1.0)
     heard.work(1.0)
-    (index,) = scheduler.hearing.values()
+    (index,) = scheduler.indexes.hearing.values()
     assert (index.entries, heard.blocks_heard, heard.state) == (3, 3, StreamState.LIVE)

@@ -212,7 +212,7 @@ def test_what_came_of_choosing_is_counted():
 
 
 def held_by_ranks(made, slot):
-    (index,) = made.hearing.values()
+    (index,) = made.indexes.hearing.values()
     return list(index.held_by_ranks(request(token_ids=(IDS,)), slot, 0.0))
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from msgspec import ValidationError, convert
 
-from epp.core.decision.failures import PluginFailures
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
+from epp.core.failures import PluginFailures
 from epp.plugins import pickers, scorers
 from tests.builders import affinity, candidates, lora, request, resident
 

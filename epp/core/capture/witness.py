@@ -202,7 +202,7 @@ class CaptureWitness:
             block_bytes = self._scheduler.settings.block_tokens * BYTES_PER_TOKEN
             if not self._sample.takes(session, request, block_bytes):
                 return None
-            if not self._scheduler.settings.prefix or self._scheduler.hearing:
+            if not self._scheduler.settings.prefix or self._scheduler.indexes.hearing:
                 # No index hashes the prompt, which is dropped afterwards.
                 request.chains_of(block_bytes, _BLOCKS_MAX)
         except Exception as error:  # noqa: BLE001  as in `_note`

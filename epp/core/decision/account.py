@@ -13,16 +13,18 @@ from typing import Any, Final, Generic, TypeVar
 
 from msgspec import Struct
 
-from epp.core.decision.costs import Cost
+from epp.core.decision.choice import Choice
+from epp.core.decision.costs import FRESH_S_MAX, Cost, costs_of
 from epp.core.decision.decisive import decisive
 from epp.core.decision.plugin import TellsCost
-from epp.core.decision.profile import Scored
+from epp.core.decision.profile import SchedulingProfile, Scored
 from epp.core.decision.shadow import ShadowVerdict
-from epp.core.knowledge.candidates import Candidates, Ints
+from epp.core.failures import PluginFailures
+from epp.core.knowledge.candidates import Candidates, Columns, Ints
 from epp.core.knowledge.inflight import Lease
 from epp.core.knowledge.rebuilt import numbers_before
 from epp.core.prompt.request import InferenceRequest
-from epp.core.types import Endpoint
+from epp.core.types import Endpoint, Seconds
 
 _Found = TypeVar("_Found")
 
@@ -188,6 +190,34 @@ def runner_up_of(scored: Scored, picked: int) -> int | None:
     return int(rest.argmax())
 
 
+def costs_to_keep(
+    profile: SchedulingProfile,
+    request: InferenceRequest,
+    choice: Choice,
+    columns: Columns,
+    failures: PluginFailures,
+    now: Seconds,
+) -> tuple[Cost, ...] | None:
+    """Return the costs of the chosen endpoint and the runner-up, or None if they can be computed
+    later from the stored numbers of these two endpoints.
+
+    A cost depends on more than these numbers if adapters matter, if peers do not share, or if a
+    scorer uses the median of other endpoints because a load report is missing or old.
+    """
+    load = columns.last_load
+    if not (
+        columns.adapters_reported
+        or request.moment.replicas_unheard
+        or now - columns.observed_since_s > FRESH_S_MAX
+        or (load is not None and not load[2].complete)
+    ):
+        return None
+    first = choice.picked[0]
+    second = runner_up_of(choice.scored, first)
+    positions = (first,) if second is None else (first, second)
+    return costs_of(profile, request, choice.ranked, positions, failures)
+
+
 def decided_by(
     scorers: Sequence[str], parts: Sequence[float], others: Sequence[float]
 ) -> tuple[str, ...]:
@@ -202,7 +232,8 @@ def predicted_tokens(matched_blocks: int, block_tokens: int, prompt_tokens: int)
     """Return the prompt tokens that an endpoint with `matched_blocks` cached blocks is estimated to
     have cached.
     """
-    return min(matched_blocks * block_tokens, prompt_tokens)
+    tokens = matched_blocks * block_tokens
+    return tokens if tokens < prompt_tokens else prompt_tokens  # noqa: FURB136  a call takes longer
 
 
 def rounded_parts(scorers: Sequence[str], parts: Sequence[float]) -> dict[str, float]:

@@ -15,8 +15,9 @@ from typing import Final
 from msgspec import Struct
 
 from epp.core.decision.decisive import decisive
-from epp.core.decision.failures import FLOATS, array_fault
 from epp.core.decision.plugin import TellsCost
+from epp.core.decision.profile import SchedulingProfile
+from epp.core.failures import FLOATS, PluginFailures, array_fault
 from epp.core.knowledge.candidates import NUMBERS, Candidates
 from epp.core.knowledge.rebuilt import rebuilt_candidates
 from epp.core.prompt.request import InferenceRequest
@@ -100,6 +101,27 @@ def cost_of(
         ),
         tuple(getattr(plugin, "first_token_parts", ())),
     )
+
+
+def costs_of(
+    profile: SchedulingProfile,
+    request: InferenceRequest,
+    candidates: Candidates,
+    positions: Sequence[int],
+    failures: PluginFailures,
+) -> tuple[Cost, ...]:
+    """Return the costs of the candidates at `positions`, by each scorer that computes costs.
+
+    A scorer that fails is counted in `failures` and left out.
+    """
+    found: list[Cost] = []
+    for scorer, teller in zip(profile.scorers, profile.tellers, strict=True):
+        if teller is not None:
+            try:
+                found.append(cost_of(scorer.name, teller, request, candidates, positions))
+            except BaseException as error:  # noqa: BLE001  the boundary of a plugin
+                failures.raised(scorer.name, "cost_parts", error)
+    return tuple(found)
 
 
 def rebuilt_pair(

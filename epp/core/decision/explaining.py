@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from epp.core.decision.account import Leg
 from epp.core.decision.costs import Cost, cost_of, rebuilt_pair
-from epp.core.decision.failures import PluginFailures
+from epp.core.failures import PluginFailures
 from epp.core.knowledge.outliers import Outlier
 
 ENDPOINT_HEADER: Final = "x-homing-endpoint"

@@ -4,7 +4,7 @@ Inputs are values, so they can be logged and replayed in a loop. Both shells, th
 configuration and the re-enactment of captured traffic create them. The capture records each of
 them.
 
-A new input needs its struct, its handler in `Scheduler` and a test.
+A new input needs its struct, its row of `_HANDLERS` in `scheduler` and a test.
 """
 
 from collections.abc import Sequence

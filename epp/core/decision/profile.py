@@ -14,18 +14,11 @@ import numpy as np
 from msgspec import Struct
 from numpy import ndarray
 
-from epp.core.decision.failures import (
-    BOOLS,
-    FLOATS,
-    PluginFailures,
-    array_fault,
-    headers_fault,
-    positions_fault,
-)
 from epp.core.decision.kept_scores import KeptScores
 from epp.core.decision.plugin import (
     ChoosesRanks,
     Filter,
+    GoesBySessions,
     HoldsRequests,
     MarksRequests,
     MarksResponses,
@@ -34,6 +27,15 @@ from epp.core.decision.plugin import (
     TellsCost,
 )
 from epp.core.decision.rank_choice import RankChooser
+from epp.core.failures import (
+    BOOLS,
+    FLOATS,
+    PluginFailures,
+    array_fault,
+    headers_fault,
+    kind_of,
+    positions_fault,
+)
 from epp.core.knowledge.candidates import Bools, Candidates, Floats, Ints
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint
@@ -123,6 +125,28 @@ class RequestMarker(Struct, frozen=True):
         if fault or set(cast(Mapping[str, str], found)) <= set(self.plugin.own_headers):
             return fault
         return "a header that is not in its own_headers"
+
+
+class SessionReader(Struct, frozen=True):
+    """A scorer that uses sessions, with its name in the configuration."""
+
+    name: str
+    plugin: GoesBySessions
+    failures: PluginFailures
+
+    def session_of(self, request: InferenceRequest) -> str:
+        """Return the session of `GoesBySessions.session_of`, or "" if the plugin fails."""
+        try:
+            found: object = self.plugin.session_of(request)
+        except BaseException as error:  # noqa: BLE001  the boundary of a plugin
+            self.failures.raised(self.name, "session_of", error)
+            return ""
+        if not found:
+            return ""
+        if type(found) is str:
+            return found
+        self.failures.returned(self.name, "session_of", f"{kind_of(found)}, expected str")
+        return ""
 
 
 def _headers(
@@ -231,6 +255,17 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
             if member.plugin.abilities.marks_requests
         )
 
+    def session_reader(self, failures: PluginFailures) -> SessionReader | None:
+        """Return the first scorer that uses sessions, or None if there is none."""
+        return next(
+            (
+                SessionReader(one.name, cast("GoesBySessions", one.plugin), failures)
+                for one in self.scorers
+                if one.plugin.abilities.goes_by_sessions
+            ),
+            None,
+        )
+
     def rank_chooser(self, failures: PluginFailures) -> RankChooser | None:
         """Return the first plugin that selects ranks, or None if engines do."""
         return next(
@@ -241,6 +276,11 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
             ),
             None,
         )
+
+    @cached_property
+    def scorer_names(self) -> tuple[str, ...]:
+        """Return the configured names of the scorers."""
+        return tuple(scorer.name for scorer in self.scorers)
 
     @cached_property
     def tellers(self) -> tuple[TellsCost | None, ...]:

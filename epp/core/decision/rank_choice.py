@@ -5,8 +5,11 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from epp.core.decision.failures import PluginFailures
 from epp.core.decision.plugin import ChoosesRanks
+from epp.core.failures import PluginFailures
+from epp.core.knowledge.indexes import Indexes
+from epp.core.knowledge.inflight import InflightLedger, Lease
+from epp.core.types import Seconds
 
 
 class RankChoice(StrEnum):
@@ -60,3 +63,34 @@ class RankChooser(Struct, frozen=True):
         fault = f"{rank!r:.40}, expected None or a rank below {len(held_tokens)}"
         self.failures.returned(self.name, "rank_of", fault)
         return None
+
+    def place(
+        self,
+        lease: Lease,
+        fallbacks: Sequence[int],
+        indexes: Indexes,
+        ledger: InflightLedger,
+        outcomes: dict[RankChoice, int],
+        now: Seconds,
+    ) -> int | None:
+        """Choose the rank that must serve `lease`, count the request there and the outcome.
+
+        Return the rank, or None if the engine chooses. `fallbacks` are the slots of the fallback
+        endpoints. They receive the same headers as the chosen endpoint.
+        """
+        held = indexes.tokens_by_rank(lease.request, lease.slot, now)
+        if held is not None and not held:
+            return None
+        rank, outcome = None, RankChoice.FAILED
+        if held is not None:
+            rank, outcome = self.choose(held, ledger.sent_to_ranks(lease.slot, len(held)))
+        if rank is not None and fallbacks:
+            fewest = indexes.fewest_ranks(fallbacks)
+            # An engine refuses a rank that it does not have.
+            if fewest is None or rank >= fewest:
+                rank = None
+                outcome = RankChoice.FAILED if fewest is None else RankChoice.FALLBACK
+        outcomes[outcome] += 1
+        if rank is not None:
+            ledger.place(lease, rank)
+        return rank

@@ -7,10 +7,11 @@ from msgspec import Struct, field
 from epp.core.decision.profile import SchedulingProfile
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.index import AffinityIndexSettings
-from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S, LabelledSpeed
+from epp.core.knowledge.indexes import IndexesSettings
+from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S, LabelledSpeed, speed_by_labels
 from epp.core.knowledge.saturation import UtilizationDetector
 from epp.core.session_tokens import NO_TOKENS, SessionTokens
-from epp.core.types import Seconds
+from epp.core.types import Endpoint, Seconds
 
 
 class SchedulerSettings(Struct, frozen=True, kw_only=True):
@@ -55,3 +56,12 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     def plugin_names(self) -> tuple[str, ...]:
         """Return the configured names of all plugins that take part in decisions."""
         return (*self.profile.plugin_names, *self.indexes)
+
+    def prefill_speed_of(self, endpoint: Endpoint) -> float:
+        """Return the configured prefill speed of `endpoint` in tokens per second."""
+        return speed_by_labels(endpoint.labels, self.labelled_speeds, self.prefill_tokens_per_s)
+
+    @property
+    def index_settings(self) -> IndexesSettings:
+        """Return the settings of all indexes."""
+        return IndexesSettings(self.indexes, self.prefix, self.joined)

@@ -10,15 +10,16 @@ from collections.abc import Callable
 from random import Random
 from typing import Final
 
-import numpy as np
 from msgspec import Struct
 
-from epp.core.decision.failures import PluginFailures
+from epp.core.decision.choice import Choice, ProfileState, Staleness, choose
 from epp.core.decision.kept_scores import KeptScores
-from epp.core.decision.profile import Kept, SchedulingProfile, Scored
+from epp.core.decision.profile import SchedulingProfile, Scored
+from epp.core.decision.settings import SchedulerSettings
+from epp.core.failures import PluginFailures
 from epp.core.knowledge.candidates import Candidates
 from epp.core.prompt.request import InferenceRequest
-from epp.core.types import Endpoint
+from epp.core.types import Endpoint, Refusal
 
 AGREED: Final = "agreed"
 DIFFERED: Final = "differed"
@@ -70,20 +71,6 @@ class ShadowVerdict(Struct, frozen=True, kw_only=True):
         return {name: round(part, 4) for name, part in zip(self.scorers, parts, strict=True)}
 
 
-class Acted(Struct, frozen=True, gc=False):
-    """The acting profile's result for a request."""
-
-    candidates: Candidates
-    """Candidates before any filter."""
-    ranked: Candidates
-    """Candidates that were scored."""
-    scored: Scored
-    position: int
-    """Position of the picked candidate in `ranked`."""
-    sound: bool
-    """True if none of the profile's plugins failed at this request."""
-
-
 class ShadowTotals:
     """The totals of all verdicts since the picker started. The sums cover verdicts that name an
     endpoint.
@@ -113,6 +100,25 @@ class ShadowTotals:
 class Shadow:
     """A shadow profile that judges decisions."""
 
+    @classmethod
+    def of(
+        cls, settings: SchedulerSettings, seed: int, totals: ShadowTotals, failures: PluginFailures
+    ) -> "Shadow | None":
+        """Return the shadow profile of `settings`, or None if there is none."""
+        profile = settings.shadow
+        failures.retain(() if profile is None else profile.plugin_names)
+        if profile is None:
+            return None
+        return cls(
+            profile,
+            acting=settings.profile,
+            seed=seed,
+            share=settings.shadow_share,
+            block_tokens=settings.block_tokens,
+            totals=totals,
+            failures=failures,
+        )
+
     def __init__(
         self,
         profile: SchedulingProfile,
@@ -133,43 +139,52 @@ class Shadow:
         self.profile = profile
         self._share = share
         self.failures = failures
-        self._kept_scores = KeptScores.of(profile.scorers, acting.scorers)
-        self._filters_alike = len(profile.filters) == len(acting.filters) and all(
-            own.plugin is other.plugin
-            for own, other in zip(profile.filters, acting.filters, strict=True)
+        self._state = ProfileState(
+            random=Random(f"{seed}:shadow"),  # noqa: S311  not for security
+            failures=failures,
+            kept_scores=KeptScores.of(profile.scorers, acting.scorers),
+            filters_alike=len(profile.filters) == len(acting.filters)
+            and all(
+                own.plugin is other.plugin
+                for own, other in zip(profile.filters, acting.filters, strict=True)
+            ),
         )
-        self._scorers = tuple(scorer.name for scorer in profile.scorers)
-        self._random = Random(f"{seed}:shadow")  # noqa: S311  not for security
         self._block_tokens = block_tokens
         self._totals = totals
 
     def judge(
         self,
         request: InferenceRequest,
-        acted: Acted,
+        acted: Choice,
         rotation: int,
-        fresh_first: Callable[[Kept], Candidates],
+        staleness: Staleness | None,
         endpoint_in: Callable[[int], Endpoint],
     ) -> ShadowVerdict | None:
         """Return the shadow's verdict, or None if this decision is not judged.
 
-        It never raises, and changes only its own totals and random state. `endpoint_in` returns the
-        endpoint of a slot.
+        It never raises, and changes only its own totals and random state. `acted` is the choice of
+        the acting profile. `endpoint_in` returns the endpoint of a slot.
         """
-        if self._share < 1.0 and self._random.random() >= self._share:
+        if self._share < 1.0 and self._state.random.random() >= self._share:
             return None
         failed_before = self.failures.so_far
         slot = -1
         try:
-            ranked = self._ranked(request, acted, fresh_first)
-            if ranked is None:
+            # Failed scorers run again here, so that their failures are counted for the shadow too.
+            choice = choose(
+                self.profile,
+                request,
+                acted.offered,
+                self._state,
+                rotation,
+                staleness,
+                acted if acted.sound else None,
+            )
+            if isinstance(choice, Refusal):
                 verdict = ShadowVerdict(verdict=NOBODY)
             else:
-                scored, position = self._pick(request, acted, ranked, rotation)
-                slot = ranked.slot.item(position)
-                verdict = self._compared(
-                    request, acted, ranked, scored, position, endpoint_in(slot)
-                )
+                slot = choice.slot
+                verdict = self._compared(request, acted, choice, endpoint_in(slot))
         except BaseException as error:  # noqa: BLE001  the boundary of a plugin
             self.failures.raised(self.profile.picker_name, "judge", error)
         if self.failures.so_far != failed_before:
@@ -177,54 +192,26 @@ class Shadow:
         self._totals.add(verdict, slot)
         return verdict
 
-    def _ranked(
-        self,
-        request: InferenceRequest,
-        acted: Acted,
-        fresh_first: Callable[[Kept], Candidates],
-    ) -> Candidates | None:
-        """Return the candidates that the shadow scores, or None if there are none."""
-        if self._filters_alike and acted.sound:
-            return acted.ranked
-        kept = self.profile.filter(request, acted.candidates, self.failures)
-        return fresh_first(kept) if len(kept.candidates) else None
-
-    def _pick(
-        self, request: InferenceRequest, acted: Acted, ranked: Candidates, rotation: int
-    ) -> tuple[Scored, int]:
-        """Return the scores, and the position of the shadow's choice."""
-        alike = ranked is acted.ranked or np.array_equal(ranked.slot, acted.ranked.slot)
-        # Failed scorers run again here, so that their failures are counted for the shadow too.
-        found = acted.scored.scores if acted.sound and alike else None
-        scored = self.profile.score(request, ranked, self.failures, self._kept_scores, found)
-        picked = self.profile.pick(scored.total, ranked, self._random, rotation, self.failures)
-        return scored, picked.item(0)
-
     def _compared(
-        self,
-        request: InferenceRequest,
-        acted: Acted,
-        ranked: Candidates,
-        scored: Scored,
-        position: int,
-        endpoint: Endpoint,
+        self, request: InferenceRequest, acted: Choice, choice: Choice, endpoint: Endpoint
     ) -> ShadowVerdict:
         """Compare the shadow's choice with that of the acting profile."""
-        live, at = acted.ranked, acted.position
+        ranked, position = choice.ranked, choice.picked[0]
+        live, at = acted.ranked, acted.picked[0]
         live_slot = live.slot.item(at)
         live_position = at
         if ranked is not live:
             found = (ranked.slot == live_slot).nonzero()[0].tolist()
             live_position = found[0] if found else -1
         return ShadowVerdict(
-            verdict=AGREED if ranked.slot.item(position) == live_slot else DIFFERED,
+            verdict=AGREED if choice.slot == live_slot else DIFFERED,
             endpoint=endpoint,
             uncached_tokens=self._uncached_tokens(request, ranked, position),
             live_uncached_tokens=self._uncached_tokens(request, live, at),
             inflight_requests=ranked.inflight_requests_of(position),
             live_inflight_requests=live.inflight_requests_of(at),
-            scorers=self._scorers,
-            scored=scored,
+            scorers=self.profile.scorer_names,
+            scored=choice.scored,
             position=position,
             live_position=live_position,
         )

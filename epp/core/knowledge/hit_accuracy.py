@@ -24,7 +24,7 @@ index.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from math import isnan
 from types import MappingProxyType
@@ -32,6 +32,8 @@ from typing import Final
 
 from msgspec import Struct, field
 
+from epp.core.knowledge.candidates import Candidates
+from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, EndpointMetrics, Seconds
 
 WINDOW_REQUESTS_MIN: Final = 32
@@ -100,6 +102,33 @@ class Expected(Struct, frozen=True, kw_only=True, gc=False):
     """Number of prompts, each of which is a request to the engine."""
     indexes: Mapping[str, int] = NO_INDEXES
     """Prediction by each index other than the one fed by engines, had it been used alone."""
+
+
+def expected_hit(
+    request: InferenceRequest,
+    cached_tokens: int,
+    candidates: Candidates,
+    position: int,
+    others: Sequence[str],
+) -> Expected:
+    """Return the prediction that the candidate at `position` has `cached_tokens` cached.
+
+    `others` are the names of the indexes whose predictions are compared too.
+    """
+    indexes = NO_INDEXES
+    if others:
+        known = {name: candidates.affinity(name) for name in others}
+        indexes = {
+            name: request.prompt_tokens * one.matched.item(position) // max(1, one.total)
+            for name, one in known.items()
+        }
+    return Expected(
+        prompt_tokens=request.prompt_tokens,
+        predicted_tokens=cached_tokens,
+        prompt_bytes=request.prompt_bytes or request.prompt_tokens * BYTES_PER_TOKEN,
+        prompts=request.prompt_count,
+        indexes=indexes,
+    )
 
 
 class HitComparison(Struct, frozen=True, kw_only=True):
@@ -268,10 +297,12 @@ class HitAccuracy:
         for name, tokens in expected.indexes.items():
             window.indexes[name] = window.indexes.get(name, 0) + tokens
 
-    def withdrawn(self, slot: int, expected: Expected, decided_at_s: Seconds) -> None:
-        """Undo the count of a request that was not computed at `slot`."""
+    def withdrawn(self, slot: int, expected: Expected | None, decided_at_s: Seconds) -> None:
+        """Undo the count of a request that was not computed at `slot`; do nothing without a
+        prediction.
+        """
         window = self._slot(slot)
-        if not expected.prompt_tokens or decided_at_s < window.since_s:
+        if expected is None or not expected.prompt_tokens or decided_at_s < window.since_s:
             return
         window.prompts = max(0, window.prompts - expected.prompts)
         window.prompt_bytes = max(0, window.prompt_bytes - expected.prompt_bytes)

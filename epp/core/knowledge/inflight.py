@@ -11,7 +11,7 @@ measured or the configured speed.
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from math import isnan
 from typing import Any, Final
@@ -23,7 +23,7 @@ from epp.core.knowledge.first_outputs import PAGE_S_MAX, FirstOutputs
 from epp.core.knowledge.hit_accuracy import Expected
 from epp.core.knowledge.prefill_speed import LearntSpeed
 from epp.core.prompt.request import InferenceRequest
-from epp.core.types import EndpointMetrics, Seconds
+from epp.core.types import Endpoint, EndpointMetrics, Seconds
 
 OUTPUT_TOKENS_ESTIMATE: Final = 256
 """Assumed answer length of a request without a limit: the typical length in public chat traces."""
@@ -471,6 +471,16 @@ class InflightLedger:
             self._drain(slot, now)
             columns.prefill_tokens_per_s[slot] = prefill_tokens_per_s
             self._believe_speed(slot, self._backlogs.get(slot))
+
+    def set_speeds(
+        self,
+        endpoints: Iterable[tuple[int, Endpoint]],
+        speed_of: Callable[[Endpoint], float],
+        now: Seconds,
+    ) -> None:
+        """Set the configured prefill speed of each endpoint, given with its slot."""
+        for slot, endpoint in endpoints:
+            self.set_speed(slot, speed_of(endpoint), now)
 
     def forget(self, slot: int) -> None:
         """Invalidate the leases of `slot`, because its endpoint left or restarted."""

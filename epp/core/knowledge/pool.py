@@ -110,6 +110,12 @@ class EndpointPool:
         columns = self.columns
         return [(slot, at) for slot, at in enumerate(columns.endpoints) if at is not None]
 
+    def endpoint_in(self, slot: int) -> Endpoint:
+        """Return the endpoint in `slot`, which must not be empty."""
+        endpoint = self.columns.endpoints[slot]
+        assert endpoint is not None, f"slot {slot} is empty"
+        return endpoint
+
     def slot_of(self, endpoint: Endpoint) -> int | None:
         """Return the slot of this incarnation of `endpoint`, or None if it left or restarted."""
         slot = self._slot_by_id.get(endpoint.endpoint_id)

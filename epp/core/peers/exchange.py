@@ -272,22 +272,11 @@ class PeerExchange:
         self._read_pool()
         self._read_indexes()
         for name, hashed in zip(self._index_names, self._index_hashes, strict=True):
-            index = self._scheduler.shared.get(name)
-            if index is None:
-                continue
             hashes = (hashed,)
             book = ChainBook(BOOK_BYTES_MAX)
             records: list[bytes] = []
             size = 0
-            known = index.shared_entries()
-            while True:
-                try:
-                    slot, stamp, keys = next(known)
-                except StopIteration:
-                    break
-                except BaseException as error:  # noqa: BLE001  the boundary of a plugin
-                    self._scheduler.failures.raised(name, "shared_entries", error)
-                    break
+            for slot, stamp, keys in self._scheduler.indexes.shared_entries(name):
                 endpoint = self._hashes.get(slot)
                 if endpoint is None:
                     continue
@@ -525,7 +514,7 @@ class PeerExchange:
             if endpoint is None:
                 continue
             keys = tuple(
-                _spelt(self._scheduler.share(name, decided.request), self._book, bytes_max)
+                _spelt(self._scheduler.indexes.share(name, decided.request), self._book, bytes_max)
                 for name in self._index_names
             )
             if not any(keys):
@@ -594,16 +583,11 @@ class PeerExchange:
 
     def _read_indexes(self) -> None:
         """Read the signature of each shared index; an index that fails to return one is not shared."""
-        scheduler = self._scheduler
-        if scheduler.shared is self._shared:
+        indexes = self._scheduler.indexes
+        if indexes.shared is self._shared:
             return
-        self._shared = scheduler.shared
-        signatures: dict[str, str] = {}
-        for name, index in self._shared.items():
-            try:
-                signatures[name] = index.signature
-            except BaseException as error:  # noqa: BLE001  the boundary of a plugin
-                scheduler.failures.raised(name, "signature", error)
+        self._shared = indexes.shared
+        signatures = indexes.signatures()
         self._index_names = tuple(signatures)
         self._index_hashes = index_hashes(signatures.values())
         self._by_hash = dict(zip(self._index_hashes, self._index_names, strict=True))

@@ -236,7 +236,7 @@ class KVEventListener:
         self._endpoints = endpoints
         self._ranks = ranks_of(endpoints)
         self._pods = Counter(map(pod_of, endpoints))
-        names = self._scheduler.hearing
+        names = self._scheduler.indexes.hearing
         configured: Any = next((self._scheduler.settings.indexes[name] for name in names), None)
         settings = None if configured is None else configured.kv_events_config
         responders = self._scheduler.settings.profile.responders
@@ -560,7 +560,7 @@ class KVEventListener:
         """
         assert self._settings is not None, "the reception of events is configured"
         discovery = self._settings.pod_discovery_config
-        source.lives = self._scheduler.lives.get(source.slot, 0)
+        source.lives = self._scheduler.indexes.lives.get(source.slot, 0)
         host = source.endpoint.host
         rank = self._ranks[source.endpoint.endpoint_id]
         if discovery.socket_port is not None:
@@ -824,7 +824,7 @@ class KVEventListener:
             await asyncio.sleep(WATCH_S)
             now = self._clock()
             for source in self._sources.values():
-                lives = self._scheduler.lives.get(source.slot, 0)
+                lives = self._scheduler.indexes.lives.get(source.slot, 0)
                 if source.place is not None and lives != source.lives:
                     self._ask_anew(source)
                 elif source.rank_said is not None and lives != source.lives:

@@ -111,7 +111,7 @@ def test_what_peers_tell_is_one_note_a_tick():
     """They may tell thousands of things a second."""
     live = Live(document())
     live.begin(1)
-    (name,) = live.scheduler.shared
+    (name,) = live.scheduler.indexes.shared
     for _ in range(100):
         live.scheduler.take(PeerRecorded(name, [], 0, 0.0), 0.0)
     assert not [note for note in live.notes if isinstance(note, Learnt)]

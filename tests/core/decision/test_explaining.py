@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from epp.core.decision.explaining import HEADER_CHARACTERS_MAX, explained, explaining_headers
-from epp.core.decision.failures import PluginFailures
 from epp.core.decision.profile import WeightedScorer
+from epp.core.failures import PluginFailures
 from epp.core.knowledge.ejection import Cause
 from epp.core.knowledge.outliers import Outlier
 from epp.plugins.added_time import AddedTime

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from epp.core.abilities import Abilities
-from epp.core.decision.failures import PluginFailures
 from epp.core.decision.profile import (
     NamedFilter,
     SchedulingProfile,
     WeightedScorer,
     fill_unknown,
 )
+from epp.core.failures import PluginFailures
 from epp.core.parameters import Parameters
 from tests.builders import candidates, request
 

@@ -6,8 +6,8 @@ import pytest
 from msgspec import Struct
 
 from epp.core.abilities import Abilities
-from epp.core.decision.failures import PluginFailures
 from epp.core.decision.rank_choice import RankChoice, RankChooser
+from epp.core.failures import PluginFailures
 
 
 class Chooser(Struct, frozen=True):

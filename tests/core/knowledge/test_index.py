@@ -91,7 +91,7 @@ def test_where_a_request_moved_to_all_origins_count(settings):
 def test_a_second_index_is_among_the_metrics_and_in_the_memory_plan(settings):
     """By being there."""
     scheduler = Scheduler(settings, seed=1)
-    standings = {one.name: one for one in scheduler.index_standings()}
+    standings = {one.name: one for one in scheduler.indexes.standings()}
     assert {name: one.origin for name, one in standings.items()} == {
         "approx-prefix-cache-producer": Origin.DECIDED,
         "told": Origin.TOLD,
@@ -116,7 +116,7 @@ def test_an_index_that_measures_nothing_or_fails_to_is_there_all_the_same(settin
 
     indexes = {"mute": Mute(), "failing": Failing(), **settings.indexes}
     scheduler = Scheduler(structs.replace(settings, indexes=indexes), seed=1)
-    mute, failing, *_ = scheduler.index_standings()
+    mute, failing, *_ = scheduler.indexes.standings()
     assert (mute.name, mute.origin, mute.is_open, mute.measures) == ("mute", None, True, None)
     assert (failing.is_open, failing.measures) == (False, None)
     assert [one.name for one in scheduler.failures] == ["failing"]
@@ -177,7 +177,7 @@ def test_decisions_count_where_engines_are_not_heard():
     slot = first.lease.slot
 
     def matched(now, given=asked):
-        return scheduler._matched_at(given, slot, now)
+        return scheduler.indexes.matched_at(given, slot, 2, now)
 
     scheduler.take(Tick(), 50.0)
     assert matched(100.0) == 4, "all of its 5 blocks of bytes, which are 4 of tokens"

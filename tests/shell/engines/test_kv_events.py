@@ -223,7 +223,7 @@ async def test_an_index_that_was_opened_anew_is_told_all_again():
         await eventually(lambda: pod.subscribers and picker.live)
         pod.serve(prompt(1))
         await eventually(lambda: picker.believed(prompt(1)) == 32)
-        picker.scheduler._open(INDEX)
+        picker.scheduler.indexes.open(INDEX)
         assert picker.believed(prompt(1)) == 0
         await eventually(lambda: picker.believed(prompt(1)) == 32)
 

@@ -176,7 +176,7 @@ def test_who_waited_for_tokens_in_vain_is_placed_without():
     told, one = ran(
         list(arrivals(30)), policy=EXACT, pods=small(), kv_events=AT_ONCE, tokenize=never
     )
-    (index,) = one.pickers.policies[0].scheduler.hearing.values()
+    (index,) = one.pickers.policies[0].scheduler.indexes.hearing.values()
     assert index.measures().lookups["unknown"] >= 30
     assert any(request.predicted_cached_tokens for request in told)
 

@@ -4,7 +4,7 @@ from typing import Final
 
 import structlog
 
-from epp.core.decision.failures import PluginFailures
+from epp.core.failures import PluginFailures
 
 _log: Final = structlog.get_logger(__name__)
 

@@ -45,7 +45,7 @@ def pool_snapshot(
         ),
         ready=list(scheduler.standings(now).values()).count(Standing.READY),
         set_aside=pool.set_aside_count(),
-        indexes=scheduler.index_standings(),
+        indexes=scheduler.indexes.standings(),
         held_body_bytes=bodies.held_bytes,
         held_body_bytes_max=bodies.bytes_max,
         memory_limit_bytes=pressure.limit_bytes,

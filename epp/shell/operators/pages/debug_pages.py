@@ -173,7 +173,7 @@ class DebugPages:
         )
 
     async def _indexes_page(self, request: web.Request) -> web.Response:
-        rows = [_index_row(standing) for standing in self._scheduler.index_standings()]
+        rows = [_index_row(standing) for standing in self._scheduler.indexes.standings()]
         if _wants_json(request):
             return _json({"indexes": rows})
         for row in rows:

@@ -1,6 +1,6 @@
 from structlog.testing import capture_logs
 
-from epp.core.decision.failures import PluginFailures
+from epp.core.failures import PluginFailures
 from epp.shell.operators.logs.failing_plugins import FailingPluginsLog
 
 

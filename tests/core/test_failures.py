@@ -9,28 +9,16 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from msgspec import field, structs
 
 from epp.core.abilities import Abilities
-from epp.core.decision.failures import Interrupted, PluginFailures
 from epp.core.decision.inputs import (
-    OutputStarted,
-    PageScraped,
     PoolReplaced,
-    Reconfigured,
-    RequestEnded,
-    ServedBy,
-    Tick,
 )
 from epp.core.decision.profile import NamedFilter, SchedulingProfile, WeightedScorer
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.decision.settings import SchedulerSettings
-from epp.core.knowledge.affinity import SessionIndexSettings
-from epp.core.knowledge.candidates import Affinity
-from epp.core.knowledge.index import Held
-from epp.core.knowledge.inflight import Outcome
+from epp.core.failures import Interrupted, PluginFailures
 from epp.core.parameters import Parameters
-from epp.core.types import EndpointMetrics
 from epp.plugins.pickers import MaxScore
 from tests.builders import candidates, endpoint, request
 
@@ -90,7 +78,7 @@ def profile(filters=(), scorers=(), picker=None):
 
 
 N = 3
-HERE = "decision/test_failures.py"
+HERE = "core/test_failures.py"
 
 ENDS = (CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 """What ends a task, a generator or the process unless somebody catches it."""
@@ -242,8 +230,6 @@ def test_a_signal_passes_through_every_guard():
         profile(picker=broken).pick(np.ones(N), candidates(N), Random(0), 0, failures)
     with pytest.raises(Interrupted):
         failures.call("index", "record", interrupted)
-    with pytest.raises(Interrupted):
-        scheduler(open=interrupted)
     assert not len(failures)
 
 
@@ -263,266 +249,6 @@ def test_the_line_of_the_plug_in_is_told_where_another_module_raised():
     assert what.startswith("score raised ")
     assert " at testing/builders.py:" in what
     assert f", called at {HERE}:" in what
-
-
-# --- indexes ---
-
-
-class Index:
-    """Knows that everything is in the last slot; raises or returns what it is told."""
-
-    def __init__(self, does):
-        self.does = does
-        self.calls = []
-
-    def _do(self, verb, otherwise=None):
-        self.calls.append(verb)
-        return self.does[verb]() if verb in self.does else otherwise
-
-    def match(self, request, slots, now):
-        matched = np.zeros(slots, dtype=np.int64)
-        matched[-1:] = 1
-        return self._do("match", Affinity(matched, 1))
-
-    def record(self, request, slot, now):
-        self._do("record")
-
-    def retract(self, request, slot, recorded, now):
-        self._do("retract")
-
-    def forget(self, slot):
-        self._do("forget")
-
-    def expire(self, now):
-        self._do("expire")
-
-    def resize(self, slot, blocks_total, block_size_tokens):
-        self._do("resize")
-
-
-class IndexSettings(Parameters, frozen=True):
-    type_name: ClassVar[str] = "last-slot-producer"
-    does: dict[str, object] = field(default_factory=dict)
-
-    abilities: ClassVar = Abilities()
-
-    def open(self):
-        return self.does["open"]() if "open" in self.does else Index(self.does)
-
-    def adopt(self, index):
-        return self.does["adopt"]() if "adopt" in self.does else True
-
-
-class ByIndex(Parameters, frozen=True):
-    """Prefers where the index says."""
-
-    type_name: ClassVar[str] = "by-index"
-
-    def score(self, request, candidates, /):
-        return candidates.affinity("last-slot").matched.astype(np.float64)
-
-
-def scheduler(**does):
-    """Three endpoints, and an index beside one of ours."""
-    settings = SchedulerSettings(
-        profile=profile(scorers=[ByIndex()]),
-        indexes={"last-slot": IndexSettings(does=does), "session": SessionIndexSettings()},
-    )
-    made = Scheduler(settings, seed=1)
-    made.take(PoolReplaced([endpoint(number) for number in range(N)]), 0.0)
-    return made
-
-
-def drive(made):
-    """Every verb of a scheduler; who was chosen."""
-    for slot in range(N):
-        made.take(PageScraped(slot, EndpointMetrics(blocks_total=10, block_size_tokens=16)), 1.0)
-    asked = [request(session_id="one") for _ in range(2)]
-    first, second = (made.schedule(each, 1.0) for each in asked)
-    made.take(ServedBy(first.lease, endpoint(1).address), 1.1)
-    made.take(OutputStarted(first.lease), 1.2)
-    for decision in (first, second):
-        made.take(RequestEnded(decision.lease, Outcome()), 1.3)
-    made.take(Reconfigured(made.settings), 1.4)
-    made.take(Tick(), 1.5)
-    made.take(PoolReplaced([endpoint(0), endpoint(1)]), 1.6)
-    made.take(PoolReplaced([endpoint(number) for number in range(N)]), 1.7)
-    last = made.schedule(request(session_id="one"), 1.8)
-    return first.endpoint.name, last.endpoint.name
-
-
-@pytest.mark.parametrize("kind", [KeyError, *ENDS])
-@pytest.mark.parametrize(
-    "verb", ["match", "record", "retract", "forget", "expire", "resize", "adopt", "open"]
-)
-def test_an_index_that_raises_costs_only_what_it_knows(verb, kind):
-    """Every request is served, and the other index is told as ever."""
-    made = scheduler(**{verb: ends(kind)})
-    chosen = drive(made)
-    assert chosen[0] == ("pod-0" if verb in {"match", "open"} else "pod-2")
-    assert made.ledger.open_leases == 1
-    assert len(made.indexes["session"]) == 1
-    ((name, count, what),) = told(made.failures)
-    assert name == "last-slot"
-    assert count >= 1
-    assert what.startswith(f"{verb} raised {kind.__name__} at {HERE}:")
-    assert SECRET not in what
-
-
-def test_an_index_is_told_the_size_of_a_cache_until_it_has_taken_it_and_when_it_may_have_forgotten():
-    """Not by each of the many scrapes that say the same."""
-    failing = [explode, explode]
-    made = scheduler(resize=lambda: failing.pop()() if failing else None)
-
-    def told_by(**page):
-        calls = made.indexes["last-slot"].calls
-        before = calls.count("resize")
-        made.take(PageScraped(0, EndpointMetrics(**page)), 1.0)
-        return calls.count("resize") - before
-
-    page = {"blocks_total": 10, "block_size_tokens": 16}
-    assert [told_by(**page) for _ in range(5)] == [1, 1, 1, 0, 0]
-    assert [told_by(**(page | {"blocks_total": 20})) for _ in range(2)] == [1, 0]
-    assert told_by() == 0
-    made.take(Reconfigured(made.settings), 1.4)
-    assert [told_by(**(page | {"process_started_at_s": 1.0})) for _ in range(2)] == [1, 0]
-    assert told_by(**(page | {"process_started_at_s": 2.0})) == 1, "the engine has restarted"
-    made.take(PoolReplaced([endpoint(1)]), 1.6)
-    made.take(PoolReplaced([endpoint(number) for number in range(N)]), 1.7)
-    assert told_by(**page) == 1, "another endpoint may have this slot"
-
-
-@pytest.mark.parametrize(
-    ("found", "fault"),
-    [
-        (None, "NoneType, expected Affinity"),
-        (np.zeros(N, dtype=np.int64), "int64[3], expected Affinity"),
-        (Affinity([0, 0, 0], 1), "an Affinity with matched = list, expected int64[3]"),
-        (Affinity(np.zeros(N), 1), "an Affinity with matched = float64[3], expected int64[3]"),
-        (
-            Affinity(np.zeros(2, dtype=np.int64), 1),
-            "an Affinity with matched = int64[2], expected int64[3]",
-        ),
-        (
-            Affinity(np.zeros(N, dtype=np.int64), np.int64(1)),
-            "an Affinity with total = int64, expected int of 0 or more",
-        ),
-        (
-            Affinity(np.zeros(N, dtype=np.int64), -1),
-            "an Affinity with total = int, expected int of 0 or more",
-        ),
-    ],
-)
-def test_an_index_that_answers_amiss_knows_nothing(found, fault):
-    """All endpoints are alike to it."""
-    made = scheduler(match=lambda: found)
-    assert made.schedule(request(), 1.0).endpoint.name == "pod-0"
-    ((name, count, what),) = told(made.failures)
-    assert (name, count) == ("last-slot", 1)
-    assert what == f"match returned {fault}"
-
-
-def test_an_index_that_cannot_forget_starts_anew():
-    """It would tell of an endpoint that is gone as if it were the next in its slot."""
-    made = scheduler(forget=explode)
-    before = made.indexes["last-slot"]
-    made.take(PoolReplaced([endpoint(0), endpoint(1)]), 1.0)
-    assert made.indexes["last-slot"] is not before
-    assert list(made.indexes) == ["last-slot", "session"], "they match in the same order"
-
-
-def test_an_index_that_cannot_adopt_starts_anew():
-    made = scheduler(adopt=explode)
-    before = made.indexes["last-slot"]
-    assert made.take(Reconfigured(made.settings), 1.0).restarted == ("last-slot",)
-    assert made.indexes["last-slot"] is not before
-
-
-@pytest.mark.parametrize(
-    ("opened", "what"),
-    [
-        (lambda: None, "NoneType, expected an index with match, record, retract"),
-        (lambda: Affinity(np.zeros(1), 0), "Affinity, expected an index with match, record"),
-    ],
-)
-def test_what_is_opened_must_be_an_index(opened, what):
-    """Else nothing is remembered under its name."""
-    made = scheduler(open=opened)
-    assert list(made.indexes) == ["session"]
-    assert isinstance(made.schedule(request(), 1.0), Decision)
-    ((_, _, found),) = told(made.failures)
-    assert found.startswith(f"open returned {what}")
-
-
-def test_who_is_configured_no_more_is_forgotten():
-    """So the ledger never has more rows than the document has plugins."""
-    made = scheduler(match=explode)
-    made.schedule(request(), 1.0)
-    assert len(made.failures) == 1
-    made.take(Reconfigured(made.settings), 1.1)
-    assert [one.failures for one in made.failures] == [1], "configured still, and counted on"
-    made.take(Reconfigured(structs.replace(made.settings, indexes={})), 1.2)
-    assert not len(made.failures)
-
-
-class Heard(Index):
-    """Engines tell it, to no effect."""
-
-    def hear(self, slot, events, now, *, rank):
-        return None
-
-    def set_stream(self, slot, state, *, complete, rank):
-        pass
-
-    def adapters_told(self, names):
-        pass
-
-    def change(self, slot, changes, engine_block_tokens, *, rank):
-        pass
-
-    def clear(self, slot, *, rank):
-        pass
-
-    silence = clear
-
-    def ranks_at(self, slot):
-        return self._do("ranks_at", 1)
-
-    def held_by_ranks(self, request, slot, now):
-        return self._do("held_by_ranks", [0])
-
-    def held(self, request, slot):
-        return self._do("held", Held(slot, 2, 64))
-
-
-class HeardSettings(IndexSettings, frozen=True):
-    abilities: ClassVar = Abilities(hears_engines=True)
-    kv_events_config: ClassVar = None
-
-    def open(self):
-        return Heard(self.does)
-
-
-@pytest.mark.parametrize("kind", [KeyError, *ENDS])
-def test_what_an_engine_holds_is_not_known_where_the_index_fails(kind):
-    """Nor of an endpoint that is gone, or restarted."""
-
-    def opened(**does):
-        settings = SchedulerSettings(
-            profile=profile(scorers=[ByIndex()]), indexes={"told": HeardSettings(does=does)}
-        )
-        made = Scheduler(settings, seed=1)
-        made.take(PoolReplaced([endpoint(number) for number in range(N)]), 0.0)
-        return made
-
-    made = opened()
-    assert made.held(request(), endpoint(2)) == Held(2, 2, 64)
-    assert made.held(request(), endpoint(N)) is None
-    assert made.held(request(), endpoint(2, incarnation="other")) is None
-    made = opened(held=ends(kind))
-    assert made.held(request(), endpoint(2)) is None
-    ((name, _, what),) = told(made.failures)
-    assert (name, what.startswith(f"held raised {kind.__name__}")) == ("told", True)
 
 
 # --- headers of the response, and of the request ---
@@ -614,7 +340,7 @@ def test_headers_of_requests_that_cannot_be_set_are_left_out(headers, what):
 def test_results_are_checked_without_asserts():
     """`python -O` leaves those out."""
     program = """
-from tests.core.decision import test_failures as here
+from tests.core import test_failures as here
 assert False, "asserts are on"
 """
     run = subprocess.run(
@@ -658,7 +384,7 @@ class NamesSessions(Answers, frozen=True):
     [
         (explode, f"session_of raised KeyError at {HERE}:"),
         *((ends(kind), f"session_of raised {kind.__name__} at {HERE}:") for kind in ENDS),
-        (returns(7), "session_of raised AttributeError at "),
+        (returns(7), "session_of returned int, expected str"),
     ],
 )
 def test_a_session_that_cannot_be_told_is_none(does, what):

@@ -17,8 +17,6 @@ import numpy as np
 from msgspec import Struct
 from numpy import ndarray
 
-from epp.core.knowledge.candidates import Affinity
-
 P = ParamSpec("P")
 
 BOOLS: Final = np.dtype(np.bool_)
@@ -105,7 +103,7 @@ def array_fault(found: object, dtype: "np.dtype[np.generic]", n: int) -> str:
     """Return what is wrong with `found`, which must be an array of `dtype` with shape (n,)."""
     if type(found) is ndarray and found.dtype == dtype and found.shape == (n,):
         return ""
-    return f"{_kind(found)}, expected {dtype.name}[{n}]"
+    return f"{kind_of(found)}, expected {dtype.name}[{n}]"
 
 
 def positions_fault(found: object, n: int) -> str:
@@ -113,7 +111,7 @@ def positions_fault(found: object, n: int) -> str:
     one.
     """
     if type(found) is not ndarray or found.dtype != INTS or found.ndim != 1:
-        return f"{_kind(found)}, expected {INTS.name}[k]"
+        return f"{kind_of(found)}, expected {INTS.name}[k]"
     positions = found.tolist()
     if len(positions) == 1 and 0 <= positions[0] < n:
         return ""
@@ -127,31 +125,15 @@ def positions_fault(found: object, n: int) -> str:
     return ""
 
 
-def affinity_fault(found: object, slots: int) -> str:
-    """Return what is wrong with `found`, which must be an `Affinity` of `slots` endpoint slots."""
-    if not isinstance(found, Affinity):
-        return f"{_kind(found)}, expected Affinity"
-    matched, total = found.matched, found.total
-    if type(matched) is not ndarray or matched.dtype != INTS or matched.shape != (slots,):
-        return f"an Affinity with matched = {array_fault(matched, INTS, slots)}"
-    if type(total) is not int or total < 0:
-        return f"an Affinity with total = {_kind(total)}, expected int of 0 or more"
-    for name, column in found.columns.items():
-        fault = array_fault(column, FLOATS, slots)
-        if fault:
-            return f"an Affinity with the column {name} = {fault}"
-    return ""
-
-
 def headers_fault(found: object) -> str:
     """Return what is wrong with `found`, which must map header names to values that a gateway can
     set.
     """
     if not isinstance(found, Mapping):
-        return f"{_kind(found)}, expected a mapping of header names to values"
+        return f"{kind_of(found)}, expected a mapping of header names to values"
     for name, value in found.items():
         if not (isinstance(name, str) and isinstance(value, str)):
-            return f"a header {_kind(name)}: {_kind(value)}, expected str: str"
+            return f"a header {kind_of(name)}: {kind_of(value)}, expected str: str"
         if not _HEADER_NAME.fullmatch(name):
             return "a header with an invalid name (RFC 9110, 5.6.2)"
         if _NOT_IN_A_HEADER.search(value) or not _encodable(value):
@@ -167,7 +149,7 @@ def _encodable(value: str) -> bool:
     return True
 
 
-def _kind(found: object) -> str:
+def kind_of(found: object) -> str:
     """Return the type of `found`, and never its content, which may come from a client."""
     if type(found) is ndarray:
         return f"{found.dtype.name}[{', '.join(map(str, found.shape))}]"

@@ -1,0 +1,163 @@
+"""The choice of one endpoint among candidates by one profile.
+
+`choose` runs the four placement steps: it filters, prefers endpoints with fresh metrics, scores and
+picks. The acting profile and the shadow profile use it, and so will each stage of a request that
+several endpoints serve. It records nothing: its caller decides what follows from a choice.
+"""
+
+from collections.abc import Mapping
+from random import Random
+
+import numpy as np
+from msgspec import Struct
+
+from epp.core.decision.kept_scores import KeptScores
+from epp.core.decision.profile import Kept, SchedulingProfile, Scored
+from epp.core.failures import PluginFailures
+from epp.core.knowledge.candidates import Bools, Candidates, Floats, Ints
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import Refusal, RefusalReason, Seconds
+
+
+class ProfileState(Struct):
+    """What one profile keeps from one decision to the next."""
+
+    random: Random
+    """Random generator of the picker."""
+    failures: PluginFailures
+    """Failures of the profile's plugins."""
+    kept_scores: KeptScores | None = None
+    """Cache of scores, or None if no score of the profile can be cached or borrowed."""
+    filters_alike: bool = False
+    """True if the profile has the very same filters as the acting profile, whose result it can
+    borrow.
+    """
+
+
+class Staleness(Struct, frozen=True):
+    """The rule that ranks endpoints with old metrics below all others."""
+
+    age_s_max: Seconds
+    """Age of metrics in seconds above which they are stale."""
+    unreachable: Bools
+    """True for each endpoint slot whose scrapes get no answer."""
+
+
+class Choice(Struct, frozen=True, gc=False):
+    """The endpoint that a profile chose for one request, and how it did so."""
+
+    offered: Candidates
+    """Candidates before any filter."""
+    ranked: Candidates
+    """Candidates that were scored."""
+    dropped: dict[str, Ints]
+    """Slots of the endpoints that each filter, or the preference for fresh metrics, dropped."""
+    scored: Scored
+    """Scores of the ranked candidates."""
+    picked: list[int]
+    """Positions among the ranked candidates, the destination first; at least one."""
+    sound: bool
+    """True if none of the profile's plugins failed."""
+
+    @property
+    def slot(self) -> int:
+        """Return the slot of the chosen endpoint."""
+        return self.ranked.slot.item(self.picked[0])
+
+    def fallbacks(self, most: int) -> list[int]:
+        """Return the slots of up to `most` fallback endpoints: the picker's other choices, then the
+        best of the rest.
+        """
+        first, *others = self.picked
+        order = others + np.argsort(-self.scored.total, kind="stable").tolist()
+        wanted = list(dict.fromkeys(at for at in order if at != first))[:most]
+        return self.ranked.slot[wanted].tolist() if wanted else []
+
+
+def choose(
+    profile: SchedulingProfile,
+    request: InferenceRequest,
+    candidates: Candidates,
+    state: ProfileState,
+    rotation: int,
+    staleness: Staleness | None = None,
+    acting: Choice | None = None,
+) -> Choice | Refusal:
+    """Return the profile's choice among `candidates`, or a refusal if its filters leave none.
+
+    The result depends on the arguments alone. Only `state` changes. `rotation` counts decisions and
+    breaks ties round robin. `staleness` is None if no candidate is stale or unreachable. `acting`
+    is a sound choice of another profile for the same request and candidates, or None. Results of
+    plugins that both profiles have are taken from it.
+    """
+    failures = state.failures
+    failed_before = failures.so_far
+    if acting is not None and state.filters_alike:
+        ranked, dropped = acting.ranked, acting.dropped
+    else:
+        kept = profile.filter(request, candidates, failures)
+        ranked, dropped = kept.candidates, kept.dropped
+        if not len(ranked):
+            return _nobody_left(kept, len(candidates))
+        if staleness is not None:
+            ranked, dropped = _fresh_first(kept, staleness)
+    known: Floats | None = None
+    if acting is not None and (
+        ranked is acting.ranked or np.array_equal(ranked.slot, acting.ranked.slot)
+    ):
+        known = acting.scored.scores
+    scored = profile.score(request, ranked, failures, state.kept_scores, known)
+    picked = profile.pick(scored.total, ranked, state.random, rotation, failures)
+    sound = failures.so_far == failed_before
+    return Choice(candidates, ranked, dropped, scored, picked.tolist(), sound)
+
+
+def _fresh_first(kept: Kept, staleness: Staleness) -> tuple[Candidates, dict[str, Ints]]:
+    """Leave out stale endpoints if any fresh one is left, and unreachable ones if any other is
+    left.
+    """
+    unreachable = staleness.unreachable[kept.candidates.slot]
+    stale = kept.candidates.metrics_age_s > staleness.age_s_max
+    first = ~(stale | unreachable)
+    if not first.any():
+        first = ~unreachable
+    if first.all() or not first.any():
+        return kept.candidates, kept.dropped
+    dropped = dict(kept.dropped)
+    for name, gone in (
+        ("stale-metrics", stale & ~unreachable & ~first),
+        ("unreachable", unreachable),
+    ):
+        if gone.any():
+            dropped[name] = kept.candidates.slot[gone]
+    return kept.candidates.take(first), dropped
+
+
+def nobody_ready(request: InferenceRequest, members: int) -> Refusal:
+    """Return the refusal of `request` if none of the pool's `members` endpoints is ready for it."""
+    where = "" if request.subset is None else " in the subset that the gateway allows"
+    return Refusal(
+        reason=RefusalReason.NO_ENDPOINTS,
+        status=503,
+        message=f"no endpoint{where} is ready: 0 of {members}",
+    )
+
+
+def saturated(message: str, eliminated: Mapping[str, int] | None = None) -> Refusal:
+    """Return the refusal of a request that endpoints could serve if they had less load."""
+    return Refusal(
+        reason=RefusalReason.SATURATED, status=429, message=message, eliminated=eliminated or {}
+    )
+
+
+def _nobody_left(kept: Kept, ready: int) -> Refusal:
+    dropped = ", ".join(f"{count} by {name}" for name, count in kept.eliminated.items())
+    message = f"no endpoint is left: 0 of {ready} after dropping {dropped}"
+    if kept.shed_by:
+        return saturated(message, kept.eliminated)
+    return Refusal(
+        reason=RefusalReason.NO_ENDPOINTS,
+        status=503,
+        message=message,
+        eliminated=kept.eliminated,
+    )

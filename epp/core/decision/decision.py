@@ -1,0 +1,89 @@
+"""The decision that the scheduler returns for a request that it placed."""
+
+from msgspec import Struct
+
+from epp.core.decision.account import Account, Leg, predicted_tokens
+from epp.core.decision.profile import Marker, RequestMarker
+from epp.core.decision.rank_choice import RankChooser
+from epp.core.knowledge.candidates import Candidates
+from epp.core.knowledge.inflight import Lease
+from epp.core.types import Endpoint
+
+
+class Decision(Struct, frozen=True, kw_only=True, gc=False):
+    """The placement of a request, and the headers that go with it."""
+
+    account: Account
+    """Record of the decision, with its reasons."""
+    leg: Leg
+    """First of the record's legs: the endpoint that the gateway sends the request to."""
+    markers: tuple[Marker, ...] = ()
+    """Plugins that set headers on the response."""
+    request_markers: tuple[RequestMarker, ...] = ()
+    """Plugins that set headers on the request."""
+    offered: Candidates | None = None
+    """Candidates before filtering, or None if no plugin needs them."""
+    rank_chooser: RankChooser | None = None
+    """Plugin that selects a data-parallel rank, or None if none is configured."""
+
+    @property
+    def number(self) -> int:
+        """Return the number of the decision; the scheduler counts its decisions from 1."""
+        return self.account.number
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self.leg.endpoint
+
+    @property
+    def lease(self) -> Lease:
+        return self.leg.lease
+
+    @property
+    def predicted_tokens(self) -> int:
+        """Return the prompt tokens that the current endpoint was estimated to have cached when the
+        request was placed.
+        """
+        leg = self.leg
+        tokens = leg.request.prompt_tokens
+        return predicted_tokens(leg.lease.matched_blocks, leg.block_tokens, tokens)
+
+    @property
+    def rank(self) -> int | None:
+        """Return the data-parallel rank that must serve the request, or None if the engine chooses."""
+        return self.leg.rank
+
+    @property
+    def marks_requests(self) -> bool:
+        """Return whether any plugin sets headers on requests, even if not on this one."""
+        return bool(self.request_markers) or self.rank_chooser is not None
+
+    def request_headers(self) -> dict[str, str]:
+        """Return the headers to set on the request. Call this before the scheduler decides again."""
+        found: dict[str, str] = {}
+        if self.offered is not None:
+            for marker in self.request_markers:
+                request = self.lease.request
+                found.update(marker.request_headers(request, self.offered, self.endpoint))
+        if self.rank_chooser is not None and self.rank is not None:
+            found[self.rank_chooser.plugin.rank_header] = str(self.rank)
+        return found
+
+    @property
+    def own_request_headers(self) -> frozenset[str]:
+        """Return the names of request headers that only plugins may set; a client's are removed."""
+        names = {name for marker in self.request_markers for name in marker.plugin.own_headers}
+        if self.rank_chooser is not None:
+            names.add(self.rank_chooser.plugin.rank_header)
+        return frozenset(names)
+
+    def response_headers(self, served: str) -> dict[str, str]:
+        """Return the headers to set on the response, e.g. the session token.
+
+        `served` is the address that the gateway reports as the origin of the response, or "" if it
+        reports none.
+        """
+        found: dict[str, str] = {}
+        for marker in self.markers:
+            found.update(marker.response_headers(self.lease.request, self.endpoint, served))
+        return found

@@ -43,8 +43,8 @@ coverage: $(STAMP)    ## every test, slower: which lines and branches they reach
 validate: $(STAMP)    ## the simulator against whole-hour traces, some minutes
 	$(BIN)/python -m pytest -m long tests/sim
 
-peers: $(PEERS)       ## strategies beside the programs that they copy, minutes: docs/peers.md
-	HOMING_PEERS_REPORT=docs/peers.md $(BIN)/python -m pytest -m peers tests/peers
+peers: $(PEERS)       ## strategies beside the programs that they copy, minutes: docs/compared.md
+	HOMING_PEERS_REPORT=docs/compared.md $(BIN)/python -m pytest -m peers tests/peers
 
 check: $(STAMP)       ## format, lint, types, architecture, dependencies, inventory of evidence; prints stale evidence
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""Measure the figures of docs/exact.md: `python -m docs.exact`, some minutes of one core.
+"""Measure the figures of docs/kv-events.md: `python -m docs.exact`, some minutes of one core.
 
 The same generated traffic is routed with different indexes: by pickers' decisions and by KV events.
 Everything else is equal: the default scorer, the pods and the times. The figures of each run go to

@@ -1,7 +1,7 @@
 """Hold the answers of `sim size` to more traffic: `python -m docs.how_many_pods TRACES --out DIR`.
 
 TRACES is a folder with azure_2023_code.csv and mooncake_conversation.jsonl. The command writes two
-tables into docs/how-many-pods.md: the number of pods at 1, 1.3 and 2 times the traffic, by the search
+tables into docs/capacity.md: the number of pods at 1, 1.3 and 2 times the traffic, by the search
 and by every number of pods, and how many of 20 fresh draws meet the SLO with the answered number. The
 same command continues where it was stopped.
 """
@@ -28,7 +28,7 @@ from sim.measurement.objectives import bounds_in
 from sim.measurement.summaries import RunSummary, SizedSummary, WarmUpSummary
 from sim.reports.size_report import number_of_pods
 
-PAGE: Final = Path(__file__).with_name("how-many-pods.md")
+PAGE: Final = Path(__file__).with_name("capacity.md")
 LOADS: Final = (1.0, 1.3, 2.0)
 SEEDS: Final = 4
 STRETCH_S: Final = 120.0

@@ -3,7 +3,7 @@
 Pages are written for GitHub, so links lead to files of the repository. The hooks turn links to pages into
 links of the site, and links to other files into links into the repository. A link that leads nowhere is a
 warning, which ends the build. Markdown files outside of docs/, for example beside the chart, become pages
-too. `extra.repository` of mkdocs.yml is the address of the repository's files.
+too, and old addresses lead to the present ones (docs/redirects.py). `extra.repository` of mkdocs.yml is the address of the repository's files.
 """
 
 import logging
@@ -16,6 +16,8 @@ from typing import Final
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+from docs import redirects
 
 ROOT: Final = Path(__file__).parent.parent
 LOG: Final = logging.getLogger("mkdocs.homing")
@@ -56,6 +58,23 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         written += [_linked(markdown[last : fence.start()], source, page, config, files), fence[0]]
         last = fence.end()
     return "".join([*written, _linked(markdown[last:], source, page, config, files)])
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Add the old anchors of headings that were renamed."""
+    try:
+        return redirects.with_old_anchors(html, page.file.src_uri, redirects.read())
+    except ValueError as problem:
+        LOG.warning("docs/redirects.toml: %s", problem)
+        return html
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Write a page that forwards to the new one at the address of each page that has gone."""
+    for redirect in redirects.read():
+        if redirect.gone:
+            path = Path(config.site_dir, redirects.address(redirect.page))
+            path.write_text(redirects.forwarding_page(redirect), encoding="utf-8")
 
 
 def _path_of(page: str) -> str:

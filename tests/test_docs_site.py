@@ -13,6 +13,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from docs.diagrams import BLOCK_TOKENS, DIAGRAMS, PODS, PROMPT_TOKENS, added_s
+from docs.redirects import Redirect, address, read, with_old_anchors
 from docs.site import ELSEWHERE, on_page_markdown, slug
 from epp.plugins.added_time import AddedTime
 from epp.plugins.cost import scores_of_cost
@@ -43,6 +44,22 @@ def test_every_page_is_in_the_navigation_once(config):
     listed = sorted(pages_in(config["nav"]))
     there = [page.name for page in (ROOT / "docs").glob("*.md")]
     assert listed == sorted([*there, *ELSEWHERE.values()])
+
+
+SECTIONS = ["Get started", "Guides", "Concepts", "Reference", "Evidence"]
+WRITTEN_BY_PROGRAMS = frozenset(
+    {"flags.md", "night.md", "strategies.md", "walkthrough-cluster.md", "walkthrough.md"}
+)
+"""Pages that a program writes, all but an introduction at most."""
+HAND_WRITTEN_MAX = 34
+
+
+def test_the_documentation_has_five_sections_and_not_too_many_pages(config):
+    """Pages about one subject are one page. Files outside of docs/ belong to what lies beside them."""
+    assert [next(iter(entry)) for entry in config["nav"][1:]] == SECTIONS
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")}
+    assert pages >= WRITTEN_BY_PROGRAMS
+    assert len(pages - WRITTEN_BY_PROGRAMS) <= HAND_WRITTEN_MAX
 
 
 def test_every_page_that_is_kept_elsewhere_is_there():
@@ -76,6 +93,66 @@ def test_the_site_is_built_without_a_warning(site):
     for file in ("index.html", "overview.html", "chart.html", "scoring/added-time.svg"):
         assert (folder / file).is_file()
     assert not list(folder.rglob("*.py"))
+
+
+IDS = re.compile(r'\sid="([^"]+)"')
+FORWARD = re.compile(r'<a (?:id="(?P<old>[^"]+)" )?href="(?P<to>[^"]+)"')
+
+
+def ids(page):
+    return set(IDS.findall(page.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("redirect", read(), ids=lambda redirect: redirect.page)
+@pytest.mark.timeout(240)  # as above
+def test_every_old_address_leads_to_its_text(site, redirect):
+    """A page that has gone forwards to a heading that exists; a page that stayed has the old anchor."""
+    folder, _ = site
+    old = folder / address(redirect.page)
+    assert old.is_file()
+    if not redirect.gone:
+        assert redirect.renamed.keys() <= ids(old)
+        return
+    assert not (ROOT / "docs" / redirect.page).exists()
+    links = {found["old"]: found["to"] for found in FORWARD.finditer(old.read_text("utf-8"))}
+    assert {anchor for anchor, _ in redirect.anchors()} == links.keys() - {None}
+    for link in links.values():
+        page, _, anchor = link.partition("#")
+        assert anchor in ids(folder / page), link
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("kubernetes.html", "install.html#on-kubernetes"),
+        ("kubernetes.html#rights", "install.html#rights"),
+        ("traces.html#variables", "operate.html#variables-of-the-exporter"),
+        ("exact.html#not-an-anchor", "kv-events.html#approximate-or-exact-which-do-i-need"),
+    ],
+)
+@pytest.mark.timeout(240)  # as above
+async def test_a_browser_follows_an_old_address(site, old, new):
+    """From a folder of files too, and to the section that the address names."""
+    at = site[0].resolve().as_uri()
+    async with browser() as tab:
+        await tab.call("Page.navigate", url=f"{at}/{old}")
+
+        async def arrived():
+            # Asked of the target: a script or a frame of the old page ends when the browser goes on.
+            told = await tab.call("Target.getTargetInfo")
+            return told["targetInfo"]["url"] == f"{at}/{new}"
+
+        assert await until(arrived, new, timeout_s=60)
+
+
+def test_a_redirect_to_a_heading_that_is_not_there_is_an_error():
+    """The hook makes a warning of it, which ends the build."""
+    redirect = Redirect("a.md", "a.md", renamed={"old": "new"})
+    content = '<h2 id="new">New</h2>'
+    assert with_old_anchors(content, "a.md", [redirect]) == '<a id="old"></a>' + content
+    assert with_old_anchors(content, "b.md", [redirect]) == content
+    with pytest.raises(ValueError, match="0 headings #new"):
+        with_old_anchors('<h2 id="newer">New</h2>', "a.md", [redirect])
 
 
 FOUND = "document.querySelectorAll('.md-search-result__item a').length"

@@ -1,4 +1,4 @@
-"""What docs/exact.md is measured by."""
+"""What docs/kv-events.md is measured by."""
 
 import pytest
 

@@ -2,7 +2,7 @@
 addresses.
 
 A chart is complete as it is written: it prints, and it needs no script. `charts.js`, beside this
-module, makes the chart interactive and reads all values from the drawing. `docs/charts.md` explains
+module, makes the chart interactive and reads all values from the drawing. `docs/simulator.md` explains
 why no library is used.
 """
 

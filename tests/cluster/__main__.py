@@ -3,7 +3,7 @@
 `python -m tests.cluster up|down|load|gateway|test|brief|page|env|kept`. Nothing of it reaches another
 address. `load` gives it images of the tree anew, `gateway` puts Envoy Gateway into it, `test` runs
 the tests that need it and takes it away if it did not run before, `brief` only those that need
-neither minutes nor a gateway, `page` puts what they counted into docs/cluster.md, `env` prints what
+neither minutes nor a gateway, `page` puts what they counted into docs/availability.md, `env` prints what
 makes its `kubectl` and `helm` ready to type, `kept` only says whether it could come up at once.
 """
 

@@ -1,4 +1,4 @@
-"""What became of requests and streams while something was done to the cluster: rows of docs/cluster.md.
+"""What became of requests and streams while something was done to the cluster: rows of docs/availability.md.
 
 `make test-cluster` leaves them in the folder of the cluster; `python -m tests.cluster page` takes the
 whole of them for the page.

@@ -338,7 +338,7 @@ def test_any_older_document_is_rewritten_once(sections, flow, indent, comments):
 
 def test_the_page_names_all_that_is_rewritten():
     """Old name and new."""
-    page = (Path(__file__).parents[2] / "docs/older-documents.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/from-llm-d.md").read_text(encoding="utf-8")
     names = [
         *upgrading._RENAMED.items(),
         *((old, new) for (_, old), new in upgrading._RENAMED_PARAMETERS.items()),

@@ -24,9 +24,7 @@ MARKS = {
 }
 """First line of a block -> the commands of which it has one at least; no other mark is an excuse."""
 
-RUN = (
-    *("start", "scoring", "tuning", "capacity", "how-many-pods", "from-llm-d", "older-documents"),
-)
+RUN = ("start", "scoring", "tuning", "capacity", "from-llm-d")
 """Pages whose other blocks are run as they stand."""
 
 ELSEWHERE = {

@@ -54,7 +54,7 @@ START: Final = Efficiency(
     decode_launch_s=1e-5, all_reduce_share=0.6, all_reduce_launch_s=5e-6,
     elementwise_bandwidth=1.0, mixed_decode_factor=1.0,
 )  # fmt: skip
-"""Where the fit begins."""
+"""Efficiencies from which the fit starts."""
 CACHED_BYTES: Final = 1.5e8
 """Keys and values of one layer that may lie in a GPU's cache, where the bandwidth is another."""
 PROMPTS: Final = (512, 2048, 8192)
@@ -80,7 +80,7 @@ class MeasuredCache(Struct, frozen=True, kw_only=True):
     batched: int
     kv_tokens: int = 0
     kv_bytes: float = 0.0
-    """On each GPU, where the engine told bytes and no tokens."""
+    """Bytes on each GPU; used if the engine reported bytes and no tokens."""
     memory_share: float = 0.9
     """`--gpu-memory-utilization`: the default of vLLM before 0.20."""
     source: str
@@ -170,7 +170,7 @@ class Results(Struct, frozen=True, kw_only=True):
     caches: list[LeftCache]
     efficiencies: dict[str, Efficiency]
     judged: list[Judgement] = []
-    """By recordings of whole runs, without anything that was measured on their GPU."""
+    """Comparisons with recordings of whole runs, without measurements of their GPU."""
 
 
 def main() -> int:
@@ -227,7 +227,7 @@ def fit_gpu(measured: Iterable[KernelTimes], gpu: str) -> dict[str, float]:
 
 
 def completed(gpu: str, partial: Mapping[str, Mapping[str, float]]) -> Efficiency:
-    """With geometric means over the other GPUs for what was not measured on this one."""
+    """Return the efficiencies, with the geometric mean of the other GPUs for missing ones."""
     means = {}
     for field in Efficiency.__struct_fields__:
         known = [
@@ -390,7 +390,7 @@ def _least_squares(
 
 
 def rounded(efficiency: Efficiency) -> Efficiency:
-    """To three digits, as the file has them."""
+    """Return the efficiencies rounded to three digits, as the file has them."""
     return Efficiency(
         **{name: float(f"{value:.3g}") for name, value in msgspec.to_builtins(efficiency).items()}
     )
@@ -517,7 +517,7 @@ def _measured_s(one: KernelTimes, at: Roofline, tokens: int) -> float:
 
 
 def _reduces(one: KernelTimes, at: Roofline) -> dict[int, float]:
-    """Without those that vLLM does not use: between more than two GPUs without links."""
+    """Return the times of all-reduces that vLLM uses: none among more than two GPUs without links."""
     used = at.gpu.peer_to_peer == "link" or one.tensor_parallel == 2
     return dict(one.all_reduces) if used else {}
 
@@ -634,7 +634,7 @@ def with_errors(memory: MemoryModel, caches: Iterable[LeftCache]) -> MemoryModel
 
 
 def _highest(results: Results, kind: str, without: str, field: str) -> float:
-    """To the next hundredth above."""
+    """Return the largest error, rounded up to a hundredth."""
     errors = [
         getattr(one, field) or 0.0
         for one in (*results.left, *results.built_in)

@@ -76,7 +76,7 @@ class Sized(Struct, frozen=True, kw_only=True):
 
 
 class Fresh(Struct, frozen=True, kw_only=True):
-    """How fresh draws of one generator did with the answered number of pods."""
+    """Results of fresh draws of one generator with the answered number of pods."""
 
     case: Case
     pods: int

@@ -68,18 +68,18 @@ class KernelTimes(Struct, frozen=True, kw_only=True):
     quantization: str
     source: str
     products: list[tuple[int, float]] = []
-    """By tokens: products of matrices but experts'."""
+    """Products of matrices except those of experts, by tokens."""
     elementwise: list[tuple[int, float]] = []
-    """By tokens: all other kernels that are neither attention nor communication."""
+    """All other kernels that are neither attention nor communication, by tokens."""
     head: list[tuple[int, float]] = []
-    """By sequences."""
+    """The output layer, by sequences."""
     experts: list[tuple[int, float]] = []
     prefill: list[tuple[int, float]] = []
-    """By tokens of a prompt: attention."""
+    """Attention, by tokens of a prompt."""
     decode: list[tuple[int, int, float]] = []
-    """By requests and context of each: attention."""
+    """Attention, by requests and the context of each."""
     all_reduces: list[tuple[int, float]] = []
-    """By tokens."""
+    """Times of all-reduces, by tokens."""
     mixed_decode_factor: float | None = None
     attention_has_products: bool = False
     """True if `prefill` and `decode` include the products of matrices of attention."""
@@ -135,7 +135,7 @@ def _of_aiconfigurator(root: Path) -> Iterator[KernelTimes]:
 
 
 def _whole_model(tables: "_Tables", shape: ModelShape, degree: int) -> KernelTimes | None:
-    """None if a table lacks what the model needs."""
+    """Return the times of all layers, or None if a table lacks what the model needs."""
     latent = shape.latent is not None
     products = [] if latent else [*shape.attention_products(degree)] * shape.layers
     inner = [shape.dense_inner] * shape.dense_layers
@@ -181,7 +181,7 @@ class _Tables:
         return found
 
     def experts(self, shape: ModelShape, degree: int) -> list[tuple[int, float]]:
-        """With the distribution over experts that real routers have, a power law."""
+        """Return the times of experts for the distribution of real routers, a power law."""
         experts = shape.experts
         assert experts is not None
         dtype = {"16bit": "bfloat16", "fp8": "fp8_block", "mxfp4": "w4a16_mxfp4"}[

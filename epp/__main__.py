@@ -42,22 +42,24 @@ SUCCESS: Final = 0
 FAILURE: Final = 1
 USAGE_ERROR: Final = 2
 INTERRUPTED: Final = 130
-"""Ctrl-C where nothing waits for it, as shells count it."""
+"""Exit code after Ctrl-C, as shells count it."""
 
 
 class Subcommand(Struct, frozen=True):
-    """How a subcommand is called, and what runs it."""
+    """The command line of a subcommand, and the function that runs it."""
 
     usage: str
-    """What `--help` shows behind its name."""
+    """Arguments that `--help` shows after its name."""
     flags: type[Struct]
     parse: Callable[[Sequence[str]], Any]
     module: str
     function: str
-    """Takes flags, standard output and standard error; the exit code comes back."""
+    """Name of the function, which takes flags, standard output and standard error and returns the
+    exit code.
+    """
     calls_plugins: bool = False
     needs: str = ""
-    """A package that the extra of the subcommand's name brings."""
+    """Package that the extra with the subcommand's name installs; "" if none is needed."""
 
 
 SUBCOMMANDS: Final[Mapping[str, Subcommand]] = {

@@ -7,10 +7,11 @@ from epp.core.failures import Interrupted
 
 
 def raise_interrupted() -> None:
-    """From now on Ctrl-C raises `Interrupted`, which the guards round plugins let pass.
+    """Make Ctrl-C raise `Interrupted`, which the guards around plugins do not catch.
 
-    Python's own `KeyboardInterrupt` could be a plugin's, and would count as its failure. Left alone
-    is what a shell or a caller has set already, as for a command in the background.
+    A plugin could raise Python's own `KeyboardInterrupt`, and it would count as the plugin's failure.
+    The function changes nothing if a shell or a caller has already set a handler, as for a command
+    in the background.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)

@@ -1,4 +1,4 @@
-"""What `epp` and `sim` do when whoever reads their output leaves before its end, as `head` does."""
+"""The end of `epp` and `sim` if the reader of their output closes it early, as `head` does."""
 
 import os
 import sys
@@ -6,19 +6,19 @@ from collections.abc import Callable
 from typing import Final
 
 READER_LEFT: Final = 141
-"""The exit code, as shells count what SIGPIPE ends: Python ignores the signal, for its sockets."""
+"""Exit code that shells give a program ended by SIGPIPE. Python ignores the signal."""
 
 
 def until_reader_leaves(run: Callable[[], int]) -> int:
-    """The exit code of `run`, all of whose output was taken; `READER_LEFT`, silently, if it was not."""
+    """Return the exit code of `run`, or `READER_LEFT`, without a message, if its output was closed."""
     try:
         try:
             return run()
         finally:
-            # Here, because the end of the interpreter would complain.
+            # A later flush, at the end of the interpreter, would print an error.
             sys.stdout.flush()
     except BrokenPipeError:
-        # It flushes once more, and what is left has nowhere to go.
+        # The interpreter flushes once more, so the rest of the output needs a place to go.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in (sys.stdout, sys.stderr):
             os.dup2(nowhere, stream.fileno())

@@ -25,11 +25,11 @@ ADAPTER_LOAD_S = 1.0
 ADAPTER_WAIT_S = 1.5
 
 ALIKE = 1e-9
-"""Of two sums, relative to how far all lie apart: so close is the same, and dice decide."""
+"""Largest difference of two equal sums, relative to the range of all; a random draw decides."""
 
 
 def told(pods: list[Any], name: str, nobody: float | None) -> list[Any]:
-    """What each pod told last; of who is silent, or told it too long ago, the median of the others."""
+    """Return the last report of each pod; the median of the others if it is missing or too old."""
     ages = [pod["known"]["metrics_age_s"] for pod in pods]
     old = [age is None or age > REPORTED_S_MAX for age in ages]
     column = [None if gone else pod["known"][name] for pod, gone in zip(pods, old, strict=True)]

@@ -164,8 +164,8 @@ class ModelsDataSource(_TrustingSource, frozen=True):
 class DcgmDataSource(_PageSource, frozen=True):
     """`dcgm-data-source`: the address of the DCGM exporter's metrics of each endpoint's GPUs.
 
-    With a `dcgm-extractor`, the highest `DCGM_FI_DEV_GPU_UTIL` of an endpoint's GPUs, 0 to 1,
-    becomes its attribute `GPUUtilization`. `endpoint-attribute-filter` and `-scorer` can read it.
+    The highest `DCGM_FI_DEV_GPU_UTIL` of an endpoint's GPUs, 0 to 1, becomes its attribute
+    `GPUUtilization` if there is a `dcgm-extractor`. `endpoint-attribute-filter` and `-scorer` can read it.
     Samples with a label `pod` count only for the pod of that name.
     """
 

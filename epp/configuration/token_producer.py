@@ -189,8 +189,8 @@ class TokenProducer(Parameters, frozen=True):
     """Source of a prompt's token ids: its bytes, 4 per token (`estimate`), the engine's renderer
     (`vllm`), or tokenizer files (`local`).
 
-    A request waits for its token ids at most `tokenize_timeout`. After that, or at once if the ids
-    are not available, it is placed by its bytes.
+    A request waits for its token ids at most `tokenize_timeout`. It is placed by its bytes after
+    that, or at once if the ids are not available.
     """
 
     abilities: ClassVar[Abilities] = Abilities(warns=True)

@@ -50,9 +50,9 @@ class BurstSettings(Parameters, frozen=True):
 
     A request whose blocks equal those of an earlier request of its window matches fully at the
     endpoint of that request. Each endpoint receives at most `max_per_replica` requests of one
-    group. After that, the match is at the endpoint with the smallest load of the window. With
-    `min_colocate_blocks`, a request also matches if it has at least that many leading blocks in
-    common with others of the window. It matches where most of them were placed, while less than
+    group. Further requests match at the endpoint with the smallest load of the window. A request
+    also matches if it has at least `min_colocate_blocks` leading blocks in common with others of
+    the window. It matches where most of them were placed, while less than
     ceil(load / endpoints) was placed there, and otherwise where least was placed. All other
     requests match nowhere.
 

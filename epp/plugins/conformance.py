@@ -34,7 +34,7 @@ class HeaderBasedTesting(Parameters, frozen=True):
     """Keep the endpoints that the client lists; only for conformance tests.
 
     The header `test-epp-endpoint-selection` lists them as "ip:port" or a bare ip, separated by
-    commas. Without the header, all endpoints stay. The response repeats the headers ("name:value",
+    commas. All endpoints stay if there is no header. The response repeats the headers ("name:value",
     separated by commas) that the request lists in `X-Echo-Set-Header`.
     """
 

@@ -92,9 +92,9 @@ class ContextLengthAware(Parameters, frozen=True):
 
     If the range contains the prompt length, the score is from 0.3 to 1. It is higher for a narrow
     range and for room above the prompt. Outside the range, the score is below 0.3 and falls with
-    the distance. Without the label it is 0.5, and with an invalid value 0. With `enable_filtering`
-    the plugin is also a filter, which keeps endpoints whose range contains the prompt and those
-    without the label. The formula is llm-d-router's. The length counts the engine's own tokens if a
+    the distance. An endpoint without the label scores 0.5, and one with an invalid value 0. The
+    plugin is also a filter if `enable_filtering` is set: it keeps endpoints whose range contains
+    the prompt and those without the label. The formula is llm-d-router's. The length counts the engine's own tokens if a
     `token-producer` provides them, else bytes divided by four.
     """
 

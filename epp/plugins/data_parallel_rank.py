@@ -28,11 +28,11 @@ class DataParallelRank(Parameters, frozen=True):
     this picker's running requests than the rank with the fewest. The rank that serves the next one
     also caches the prompt, so several ranks soon have it.
 
-    With fallback endpoints, the named rank exists at each of them, because an engine refuses a
-    request for a rank that it does not have.
+    The named rank exists at each fallback endpoint, because an engine refuses a request for a rank
+    that it does not have.
 
-    The plugin has an effect once it is declared; a profile does not name it. Without it, the picker
-    does not receive the events of engines with several ranks.
+    The plugin has an effect once it is declared; a profile does not name it. The picker does not
+    receive the events of engines with several ranks without it.
     """
 
     type_name: ClassVar[str] = "data-parallel-rank-producer"

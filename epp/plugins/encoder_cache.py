@@ -44,7 +44,7 @@ class EncoderCacheSettings(Parameters, frozen=True):
 
     Each endpoint keeps as many items as its engine's encoder cache: `cacheSizeInMBPerServer` at 2
     MiB each. The least recently sent item is dropped first. All endpoints together keep at most
-    131,072 items. Beyond that, the endpoint with the most items loses its oldest.
+    131,072 items; above that, the endpoint with the most items loses its oldest.
     """
 
     type_name: ClassVar[str] = "mm-embeddings-cache-producer"

@@ -241,7 +241,7 @@ class PrefixCacheAffinity(Parameters, frozen=True):
 
     An endpoint is warm if matched / total blocks >= `affinity_threshold`. All endpoints stay if
     none is warm. All stay, too, if the best warm endpoint's time to first token exceeds that of the
-    best cold one by more than `max_ttft_penalty_ms` (0: no such limit). That time is the uncached
+    best cold one by more than `max_ttft_penalty_ms` (0: no such limit). The time is the uncached
     tokens in flight at the endpoint divided by `peak_prefill_throughput` (tokens/s). If it is not
     given, the speed of each endpoint applies (`inflight-load-producer`).
 

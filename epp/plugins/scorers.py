@@ -30,7 +30,7 @@ class PrefixCache(Parameters, frozen=True):
 
     Several pickers that do not share decisions would warm different caches for the same prompt. If
     such a picker's index matches less than `agreement_below` of a prompt, the scorer gives 1 to one
-    endpoint and 0 to the others. That endpoint is the one that all pickers choose for the session,
+    endpoint and 0 to the others. This endpoint is the one that all pickers choose for the session,
     the conversation or the head of the prompt.
     """
 

@@ -144,11 +144,11 @@ class SessionAffinityScorer(_SessionAffinity, frozen=True):
     """Score 1 for the endpoint that served this session before, 0 for the others; all 0 if none
     did.
 
-    With strategy `encoded_endpoint_header`, a response header carries a token, and the client sends
+    A response header carries a token with strategy `encoded_endpoint_header`, and the client sends
     it back. The token is a keyed hash of the endpoint. It reveals nothing, and only pickers with
     the key can create it. An invalid token, or one of an endpoint that is not a candidate, prefers
-    no endpoint. With strategy `session_id`, an affinity index remembers the endpoint of each
-    session.
+    no endpoint. An affinity index remembers the endpoint of each session with strategy
+    `session_id`.
     """
 
     type_name: ClassVar[str] = "session-affinity-scorer"

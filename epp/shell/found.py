@@ -1,4 +1,4 @@
-"""What discovery finds, be it in a file or in Kubernetes."""
+"""The results of discovery, from a file or from Kubernetes."""
 
 from collections.abc import Mapping
 
@@ -11,5 +11,5 @@ from epp.core.types import Endpoint
 class Found(Struct, frozen=True, kw_only=True):
     endpoints: tuple[Endpoint, ...] = ()
     objectives: Mapping[str, int] = field(default_factory=dict)
-    """Name of an objective -> its priority."""
+    """Priority of each objective, by name."""
     rewrites: ModelRewrites = field(default_factory=ModelRewrites)

@@ -1,10 +1,10 @@
-"""So many of a kind in one second, and a count of the rest."""
+"""A limit of events a second, with a count of those above it."""
 
 from epp.core.types import Seconds
 
 
 class PerSecond:
-    """Says who is among the first `admitted_max` of a second, by a clock that the caller reads."""
+    """Admits the first `admitted_max` events of each second, by a clock that the caller reads."""
 
     def __init__(self, admitted_max: int) -> None:
         self._admitted_max = admitted_max
@@ -13,6 +13,7 @@ class PerSecond:
         self._left_out = 0
 
     def admits(self, now: Seconds) -> bool:
+        """Return True if an event at `now` is within the limit; count it otherwise."""
         second = int(now)
         if second != self._second:
             self._second = second
@@ -24,6 +25,6 @@ class PerSecond:
         return True
 
     def left_out(self) -> dict[str, int]:
-        """For the next line: how many were not admitted since this was asked last."""
+        """Return a field for a log line: the number of events not admitted since the last call, if any."""
         left_out, self._left_out = self._left_out, 0
         return {"left_out": left_out} if left_out else {}

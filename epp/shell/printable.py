@@ -1,10 +1,10 @@
-"""Text of others, made harmless to show."""
+"""Text from outside, made safe to display."""
 
 
 def printable(text: str) -> str:
-    """`text`, or if not all of it is printable how a Python literal would spell it in ASCII.
+    """Return `text`, or its form in a Python literal in ASCII if a character is not printable.
 
-    It is one line that UTF-8 can carry, cannot steer a terminal and does not turn the direction of
-    writing.
+    The result is one line that can be encoded in UTF-8. It cannot control a terminal or change the
+    direction of writing.
     """
     return text if text.isprintable() else text.encode("unicode_escape").decode()

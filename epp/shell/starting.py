@@ -1,4 +1,4 @@
-"""What can keep the picker from starting, each in one sentence."""
+"""Errors that prevent the picker from starting, each in one sentence."""
 
 import os
 from typing import Final
@@ -6,17 +6,17 @@ from typing import Final
 from epp.flags.values import IpAddress
 
 EVERYWHERE: Final = IpAddress("::")
-"""All addresses, of IPv4 too."""
+"""All addresses of this machine, IPv4 and IPv6."""
 
 
 class StartError(Exception):
-    """Why the picker cannot start: one sentence a line."""
+    """An error that prevents the picker from starting; its text has one sentence for each line."""
 
 
 def cannot_listen(
     flag: str, port: int, error: OSError | RuntimeError, address: IpAddress = EVERYWHERE
 ) -> StartError:
-    """The error that says why `port` cannot be had at `address`."""
+    """Return the error that says why the picker cannot listen on `port` at `address`."""
     number = error.errno if isinstance(error, OSError) else None
     why = os.strerror(number) if number else error
     where = "" if address == EVERYWHERE else f" at {address}"

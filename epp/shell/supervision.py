@@ -1,9 +1,9 @@
-"""Tasks that are to run until the picker ends, and what becomes of one that ends before.
+"""Tasks that run until the picker ends, and the restart of a task that ends before.
 
-An `asyncio.TaskGroup` owns tasks: it waits for them and ends them together. It does not look after
-them. An exception of one ends all; one that returns is forgotten without a word, and so is one that
-ends with a `CancelledError`, whoever raised that. So whatever is to run for ever runs inside
-`Supervisor.keep`, which itself ends only when it is cancelled; the group sees nothing else.
+An `asyncio.TaskGroup` owns tasks: it waits for them and ends them together. It does not supervise
+them. An exception of one task ends all. The group silently forgets a task that returns or that ends
+with a `CancelledError` of any origin. Every task that must not end therefore runs inside
+`Supervisor.keep`, which ends only when it is cancelled.
 """
 
 import asyncio
@@ -15,24 +15,24 @@ import structlog
 from epp.core.types import Seconds
 
 BACKOFF_S: Final[Seconds] = 0.1
-"""Before the first start anew; each further one waits twice as long."""
+"""Pause before the first restart; each further pause is twice as long."""
 BACKOFF_S_MAX: Final[Seconds] = 30.0
 STEADY_S: Final[Seconds] = 60.0
-"""A task that ran for so long is well: its back-off begins anew."""
+"""Time after which a running task counts as healthy, so that its back-off is reset."""
 ENDS_MAX: Final = 3
-"""As often a task may end before it is steady until it counts as one that cannot be started anew."""
+"""Number of ends without a healthy run between them from which a task counts as broken."""
 
 Loop: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
-"""Runs until cancelled; called again to start it anew."""
+"""Function that starts the task; its coroutine runs until cancelled."""
 
 _log = structlog.get_logger(__name__)
 
 
 class Supervisor:
-    """Keeps loops running, each under a name. One for the process.
+    """The supervisor of all loops of the process, each with a name.
 
-    `count(name, ends)` counts ends that nobody asked for: 1 at each of them, and 0 when a loop is
-    started, so that it is shown before its first. `on_change` is called when `broken` changes.
+    `count(name, ends)` counts unexpected ends: 1 for each, and 0 when a loop is started, so that the
+    count exists before the first end. `on_change` is called when `broken` changes.
     """
 
     def __init__(
@@ -48,16 +48,16 @@ class Supervisor:
         self._backoff_s = backoff_s
         self._steady_s = steady_s
         self.broken: set[str] = set()
-        """Essential loops that end again and again."""
+        """Names of essential loops that end repeatedly."""
 
     async def keep(self, name: str, loop: Loop, *, of: str = "", essential: bool = False) -> None:
-        """Run `loop` until cancelled, and start it anew with back-off whenever it ends by itself.
+        """Run `loop` until cancelled, and restart it with back-off whenever it ends by itself.
 
-        `name` is one of few, `of` tells apart those that share it. An `essential` one that cannot be
-        started anew makes the picker not ready.
+        Few different values of `name` may occur, because it becomes a label; `of` distinguishes
+        loops with the same name. An `essential` loop that ends repeatedly makes the picker not ready.
 
-        A `BaseException` is contained too. That of a cancellation is one only if somebody asked for
-        it: `Task.cancelling` tells.
+        Every `BaseException` of the loop is contained, except a cancellation that was requested
+        (`Task.cancelling`).
         """
         task = asyncio.current_task()
         assert task is not None, "a coroutine runs in a task"
@@ -72,7 +72,7 @@ class Supervisor:
 
         while True:
             steady_at_s = clock.time() + pause_s + self._steady_s
-            # Whoever is not essential has nothing to tell then, and there may be a thousand.
+            # Other loops change nothing then, and there may be a thousand of them.
             timer = clock.call_at(steady_at_s, steady) if essential else None
             error: BaseException | None = None
             try:
@@ -109,6 +109,6 @@ class Supervisor:
 
 
 async def forever() -> NoReturn:
-    """Until cancelled: the rest of a loop that has done all there is to do."""
+    """Wait until cancelled; the end of a loop that has nothing more to do."""
     while True:
         await asyncio.Event().wait()

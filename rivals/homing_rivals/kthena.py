@@ -6,7 +6,7 @@ chart, whose weights are all 1; the router without one omits the KV cache. A fil
 with ten waiting requests: Homing's own `utilization-filter`, which keeps endpoints with nine or
 fewer.
 
-The copy omits its fourth scorer, because candidates have no such column. That scorer uses the mean
+The copy omits its fourth scorer, because candidates have no such column. This scorer uses the mean
 times to a first token and between tokens from one page of an engine to the next. An endpoint
 without data gets half of its points there.
 """

@@ -46,7 +46,7 @@ class PrebleHistorySettings(
 
     The columns cover the last `window`: `missed_tokens` and `hit_tokens` of the prompts that were
     sent there, their number `requests`, and `pushed_out_tokens`, the tokens that this prompt would
-    push out of a full cache. Up to a second more than the window is counted.
+    push out of a full cache. The columns may cover up to a second more than the window.
     """
 
     type_name: ClassVar[str] = "preble-history-producer"

@@ -58,7 +58,7 @@ class FirstOutputs:
         self.counted = False
         """True if the counter is usable to tell which prompts have been computed."""
         self.rose = False
-        """Whether the last page counts more first outputs than the page before it."""
+        """True if the last page counts more first outputs than the page before it."""
         self.to_come_max = math.inf
         """Upper bound of the requests without a first output that the last page shows, those of all pickers."""
         self._uncounted = math.inf

@@ -172,7 +172,7 @@ class _Backlog:
         self.begun_tokens = 0.0
         """Estimate of the tokens of `queue` that were computed when the last page was read."""
         self.rises_s = (-math.inf, -math.inf)
-        """When the last two pages were read that counted more first outputs, the earlier one first."""
+        """Times of the last two pages that counted more first outputs, the earlier one first."""
         self.unhindered_tokens = 0.0
         """Tokens left at `unhindered_at_s` at the configured speed, to which slow endpoints are
         compared.

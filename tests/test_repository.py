@@ -16,6 +16,7 @@ from hatchling.builders.wheel import WheelBuilder
 
 import epp
 from tests.conftest import LONGEST, TOGETHER
+from tests.first_words import Text, beginning_with, docstrings, sentences
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -26,6 +27,34 @@ MODULES = sorted(
     for folder in ("epp", "sim", "rivals/homing_rivals")
     for path in (ROOT / folder).rglob("*.py")
 )
+
+DOCUMENTED = [
+    *MODULES,
+    *(
+        path.relative_to(ROOT)
+        for folder in ("bench", "docs", "deploy", "tests")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if not path.name.startswith("test_")
+    ),
+]
+"""Python files whose docstrings newcomers read: all but test modules."""
+PROSE = [
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(
+        ROOT / name
+        for name in (
+            "README.md",
+            "CHANGELOG.md",
+            "CONTRIBUTING.md",
+            "SECURITY.md",
+            "bench/README.md",
+            "charts/homing/README.md",
+            "deploy/README.md",
+            "rivals/README.md",
+        )
+    ),
+]
+ENTRY_CHARACTERS_MAX = 280
 
 BUCKETS = {"util", "utils", "helper", "helpers", "common", "base", "manager", "constants", "misc"}
 NOT_FOR_SERVING = (
@@ -263,6 +292,66 @@ def test_every_dependency_has_its_reason():
     reasons = dict(re.findall(r"^- `([^`]+)` (.+)$", section, re.MULTILINE))
     assert set(reasons) == set(dependencies())
     assert all(reason.endswith(".") and len(reason) > 20 for reason in reasons.values())
+
+
+def test_a_change_is_one_line_of_the_changelog():
+    """An operator reads hundreds of them: details belong to the page that an entry links to."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    entries = [line for line in text.splitlines() if line.startswith(("-", "*", " "))]
+    assert [line for line in entries if not line.startswith("- ")] == []
+    assert [line for line in entries if len(line) > ENTRY_CHARACTERS_MAX] == []
+
+
+@pytest.mark.parametrize("kind", ["docstrings", "sentences"])
+def test_texts_begin_with_their_subject(kind):
+    """Few docstrings, and few sentences of README and docs, begin with a word that hides the subject.
+
+    At most 1 % of either may begin with one of these words:
+    What Whatever Who Whoever Whose Whom Which That Those Whether Of In At By From With Without On
+    For To As Under Over Above Below Between Among Beside Besides Behind Before After Since Until
+    During Within Through Into Out Up Against Near Beyond Instead.
+
+    At most 3 % of docstrings may begin with one of those or of these words:
+    Where Wherever When Whenever How Why If While Once Because So Also Only Not None Nothing Nobody
+    Everybody Again Then Else Otherwise And Or But Same Such Though Rather Still Even Ever Never.
+    """
+    lists = re.findall(
+        r"words:\n(.*?)\.\n", str(test_texts_begin_with_their_subject.__doc__), re.DOTALL
+    )
+    narrow, more = (frozenset(words.split()) for words in lists)
+    if kind == "docstrings":
+        texts = [text for path in DOCUMENTED for text in docstrings(ROOT / path)]
+        limits = ((narrow, 0.01), (narrow | more, 0.03))
+    else:
+        texts = [text for path in PROSE for text in sentences(path)]
+        limits = ((narrow, 0.01),)
+    for words, share_max in limits:
+        found = beginning_with(texts, words)
+        shown = "\n".join(f"{text.place}: {text.begin}" for text in found)
+        assert len(found) <= share_max * len(texts), f"{len(found)} of {len(texts)}:\n{shown}"
+
+
+def test_first_words_are_found(tmp_path):
+    """Of all docstrings and of whole sentences; what needs no sentence is left out."""
+    code = tmp_path / "code.py"
+    code.write_text(
+        '"""Of a module."""\nx = 1\n"""Of an attribute."""\nx\n"""No docstring."""\n'
+        'class A:\n    """A class.\n\n    More.\n    """\n    def f(self):\n        """Return it."""\n'
+        'for _ in ():\n    """No docstring."""\n'
+    )
+    begin = [text.begin for text in docstrings(code)]
+    assert sorted(begin) == ["A class.", "Of a module.", "Of an attribute.", "Return it."]
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Of a heading only\n\nOne goes here. With **two** it goes there.\n\n| Of a table | row |\n\n"
+        "- In a list it goes too.\n\n```sh\nOf a block of code\n```\n\n    Of indented code too\n\n"
+        "[In a link](a.md) it goes. `As code` it goes. Not so.\n"
+    )
+    found = list(sentences(page))
+    assert [text.word for text in found] == ["One", "With", "In", "", ""]
+    assert [text.place for text in found] == [f"{page}:{line}" for line in (3, 3, 7, 15, 15)]
+    assert beginning_with(found, frozenset({"With", "In"})) == found[1:3]
+    assert found[0] == Text(f"{page}:3", "One goes here.")
 
 
 def test_the_version_is_one():

@@ -12,13 +12,13 @@ from msgspec import structs
 
 from bench.timing import best_us
 from epp.configuration.build import build_settings, default_config, plugin_tables
-from epp.core.capture.events import Configured, Note
-from epp.core.capture.lines import Salt
-from epp.core.capture.transcript import Origin, Transcript
-from epp.core.capture.witness import CaptureWitness, Sample
 from epp.core.decision.inputs import PageScraped, PoolReplaced, RequestEnded
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.journal.events import Configured, Note
+from epp.core.journal.lines import Salt
+from epp.core.journal.transcript import Origin, Transcript
+from epp.core.journal.witness import CaptureWitness, Sample
 from epp.core.knowledge.inflight import Outcome
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import ApiKind, Endpoint, EndpointMetrics

@@ -9,6 +9,8 @@ import os
 import sys
 from pathlib import Path
 
+from epp.shell.operators.decisions.decision_history import DecisionHistory
+
 import epp.core.protocol.session
 import epp.shell.gateway.ext_proc
 import epp.shell.operators.decisions.recent_decisions
@@ -29,7 +31,6 @@ from epp.shell.gateway.grpcio import GrpcioServer
 from epp.shell.gateway.sessions import Sessions
 from epp.shell.gateway.wire import Decoder
 from epp.shell.kubernetes.list_watch import ListWatch
-from epp.shell.operators.decisions.decision_history import DecisionHistory
 from epp.shell.operators.decisions.recent_decisions import RecentDecisions
 from epp.shell.operators.live.live_view import LiveView
 from epp.shell.operators.logs.decision_log import DecisionLog

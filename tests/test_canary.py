@@ -19,9 +19,9 @@ import pytest
 from aiohttp import ClientError, ClientSession, web
 from aiohttp.test_utils import TestServer
 from envoy_data_plane.envoy.service.ext_proc import v3
-
 from epp.configuration.past_decisions import lines_of
-from epp.shell.operators.decisions.decision_files import read_past
+
+from epp.journal.decisions import read_past
 from tests import gateway as gw
 from tests.app.test_wiring import CONFIG, PREFIX_FIRST
 from tests.canary_picker import LAST, OTHERS, PAGES, STREAM

@@ -30,9 +30,9 @@ from epp.shell.files.endpoints_file import EndpointsFileError, load_endpoints
 from epp.shell.files.session_keys import Keys
 from epp.shell.found import Found
 from epp.shell.gateway.sessions import Sessions
-from epp.shell.operators.capture import Capture
 from epp.shell.operators.decisions.configuration_changes import ConfigurationChanges
 from epp.shell.operators.decisions.recent_decisions import RecentDecisions
+from epp.shell.operators.journal import InputsFolder
 from epp.shell.operators.metrics.telemetry import Telemetry
 from epp.shell.peers.service import Peers
 
@@ -59,7 +59,7 @@ class Concerned(Struct, frozen=True, kw_only=True):
     telemetry: Telemetry
     recent: RecentDecisions
     changes: ConfigurationChanges
-    capture: Capture | None
+    capture: InputsFolder | None
 
 
 class Reloading:
@@ -185,7 +185,7 @@ class Reloading:
         restarted = scheduler.take(Reconfigured(settings), time.monotonic()).restarted
         self._live.accept(offer)
         if capture is not None:
-            capture.configured(self._live, endpoints)
+            capture.tell(self._live.told(endpoints))
         return restarted
 
     def _replace(self, found: Found) -> None:

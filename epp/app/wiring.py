@@ -18,7 +18,6 @@ from epp.app.reloading import Concerned, Reloading, settings_of
 from epp.app.sources import Sources, or_start_error
 from epp.configuration.build import oldest_metrics_s
 from epp.configuration.memory_plan import memory_plan
-from epp.core.capture.witness import CaptureWitness
 from epp.core.decision.inputs import (
     IndexMemoryLimited,
     PageScraped,
@@ -33,6 +32,8 @@ from epp.core.protocol.budget import BodyBudget
 from epp.core.protocol.session import SessionSettings
 from epp.core.types import Endpoint, EndpointMetrics, Seconds
 from epp.flags.serve import ServeFlags
+from epp.journal.frames import frame_of
+from epp.journal.records import Applied, RefusedDocument, told_change
 from epp.shell.engines.endpoint_pages import EndpointPages, prepare
 from epp.shell.engines.first_tokens import FirstTokensSeen
 from epp.shell.engines.kv_events import KVEventListener
@@ -46,11 +47,18 @@ from epp.shell.gateway.service import GatewayService
 from epp.shell.gateway.sessions import Sessions
 from epp.shell.gateway.wire import Decoder
 from epp.shell.kubernetes.api_errors import KubeConfigError
-from epp.shell.operators.capture import Capture, CaptureLimits, CaptureSnapshot, read_salt
 from epp.shell.operators.decisions.configuration_changes import ConfigurationChanges
-from epp.shell.operators.decisions.decision_history import DecisionHistory
 from epp.shell.operators.decisions.endpoint_states import EndpointStates
 from epp.shell.operators.decisions.recent_decisions import recent_decisions
+from epp.shell.operators.journal import (
+    DecisionsFolder,
+    InputsFolder,
+    Journal,
+    JournalSnapshot,
+    decisions_limits,
+    inputs_limits,
+    read_salt,
+)
 from epp.shell.operators.live.live_pages import LIVE_PAGES, LivePages
 from epp.shell.operators.live.live_view import LiveView
 from epp.shell.operators.logs.decision_log import DecisionLog
@@ -114,7 +122,8 @@ class EndpointPicker:
         self.live = self._sources.configuration(self._memory, self._config_started)
         found = self._sources.endpoints()
         settings = settings_of(self.live.current(len(found.endpoints)))
-        self.capture = _capture(flags, seed)
+        self._journal = Journal(flags.instance)
+        self.capture = _inputs(self._journal, flags, seed)
         self.scheduler = self._open_scheduler(settings, seed, len(found.endpoints))
         self.exchange, identity = self._open_exchange()
         self.registry = CollectorRegistry()
@@ -125,7 +134,7 @@ class EndpointPicker:
         )
         self._process = OwnProcess(LoopLag(self.telemetry.loop_lagged))
         self._first_tokens = FirstTokensSeen()
-        self._history = _history(flags)
+        self._history = _history(self._journal, flags)
         self._recent = recent_decisions(
             self.scheduler.pool,
             flags.decision_records_max_bytes,
@@ -160,11 +169,7 @@ class EndpointPicker:
             pages=lambda endpoint: self._pages.row_of(endpoint),
             tokens=lambda: self.tokens.described(),
         )
-        self._changes = (
-            ConfigurationChanges(tell=self._history.changed)
-            if self._history is not None
-            else ConfigurationChanges()
-        )
+        self._changes = ConfigurationChanges(tell=self._changed)
         self._live_pages = LivePages(
             LiveView(
                 self.scheduler,
@@ -374,10 +379,8 @@ class EndpointPicker:
             **self.peers.loops(),
             **self._sources.loops(),
         }
-        if self.capture is not None:
-            loops["capture"] = self.capture.run
-        if self._history is not None:
-            loops["decisions"] = self._history.run
+        if self._journal.folders:
+            loops["journal"] = self._journal.run
         if self._debug_token is not None:
             loops["debug token"] = self._debug_token.run
         if self._cluster is not None:
@@ -448,13 +451,8 @@ class EndpointPicker:
     def _open_scheduler(self, settings: SchedulerSettings, seed: int, endpoints: int) -> Scheduler:
         scheduler = Scheduler(settings, seed=seed)
         if self.capture is not None:
-            self.capture.configured(self.live, endpoints)
-            scheduler.witness = CaptureWitness(
-                scheduler,
-                sample=self.capture.sample,
-                tell=self.capture.tell,
-                failed=self.capture.failed,
-            )
+            self.capture.tell(self.live.told(endpoints))
+            scheduler.witness = self.capture.witness(scheduler)
         return scheduler
 
     def _open_exchange(self) -> tuple[PeerExchange, Identity]:
@@ -529,7 +527,11 @@ class EndpointPicker:
         self.readiness.asked()
         _log.debug("scrape failed", endpoint=endpoint.name, kind=kind, problem=sentence)
 
-    def _captured(self) -> CaptureSnapshot | None:
+    def _changed(self, change: Applied | RefusedDocument) -> None:
+        if self._history is not None:
+            self._history.tell(frame_of(told_change(change)))
+
+    def _captured(self) -> JournalSnapshot | None:
         return None if self.capture is None else self.capture.snapshot()
 
     def _snapshot(self) -> PoolSnapshot:
@@ -591,28 +593,22 @@ async def _connect(cluster: "Cluster") -> None:
         raise StartError(str(error)) from error
 
 
-def _capture(flags: ServeFlags, seed: int) -> Capture | None:
+def _inputs(journal: Journal, flags: ServeFlags, seed: int) -> InputsFolder | None:
+    """Return the journal's folder of inputs, or None without `--capture`. Raises `StartError`."""
     if not flags.capture:
         return None
-    return Capture(
-        flags.capture,
-        seed=seed,
-        salt=read_salt(flags.capture_salt_file) if flags.capture_salt_file else None,
-        share=flags.capture_share,
-        limits=CaptureLimits(
-            file_bytes_max=flags.capture_file_max_bytes,
-            file_age_max_s=flags.capture_file_max_age,
-            total_bytes_max=flags.capture_max_bytes,
-        ),
+    limits = inputs_limits(
+        flags.capture_file_max_bytes, flags.capture_file_max_age, flags.capture_max_bytes
+    )
+    salt = read_salt(flags.capture_salt_file) if flags.capture_salt_file else None
+    return InputsFolder(
+        journal, flags.capture, limits, seed=seed, salt=salt, share=flags.capture_share
     )
 
 
-def _history(flags: ServeFlags) -> DecisionHistory | None:
+def _history(journal: Journal, flags: ServeFlags) -> DecisionsFolder | None:
+    """Return the journal's folder of decisions, or None without `--decisions-dir`."""
     if not flags.decisions_dir:
         return None
-    return DecisionHistory(
-        flags.decisions_dir,
-        picker=flags.instance,
-        total_bytes_max=flags.decisions_max_bytes,
-        age_max_s=flags.decisions_max_age,
-    )
+    limits = decisions_limits(flags.decisions_max_bytes, flags.decisions_max_age)
+    return DecisionsFolder(journal, flags.decisions_dir, limits)

@@ -12,9 +12,7 @@ import msgspec
 
 from epp.core.types import Seconds
 from epp.flags.subcommands import ChangesFlags
-from epp.shell.operators.decisions.configuration_changes import Applied
-from epp.shell.operators.decisions.decision_files import (
-    HistoryError,
+from epp.journal.decisions import (
     PastChange,
     PastDecision,
     PastLoss,
@@ -24,9 +22,10 @@ from epp.shell.operators.decisions.decision_files import (
     moment_of,
     read_past,
 )
+from epp.journal.problem import JournalError
+from epp.journal.records import READY, Applied, EndpointState, States
 from epp.shell.operators.decisions.decision_rows import iso
 from epp.shell.operators.decisions.decision_sums import Stretch, in_words, percent, seconds
-from epp.shell.operators.decisions.endpoint_states import READY, EndpointState, States
 from epp.shell.operators.pages.text_table import table
 from epp.shell.printable import printable
 
@@ -68,7 +67,7 @@ def show_changes(
         before = Stretch(at_s - flags.window, at_s)
         after = Stretch(at_s, min(at_s + flags.window, now_s))
         events = _compare(folder, before, after)
-    except HistoryError as error:
+    except JournalError as error:
         print(f"epp changes: {error}", file=err)
         return UNREADABLE
     here = [one for one in known if abs(one.at_s - at_s) < 1.0]

@@ -20,9 +20,10 @@ from epp.configuration.config import (
 from epp.configuration.describing import config_hash, diff_configs
 from epp.configuration.document import read_mapping
 from epp.configuration.explaining import explain
-from epp.configuration.past_decisions import CaptureError, Judged, judge
 from epp.configuration.upgrading import upgrade
 from epp.flags.subcommands import CheckFlags
+from epp.journal.problem import JournalError
+from epp.journal.reenacting import Judged, judge
 
 VALID: Final = 0
 INVALID: Final = 1
@@ -103,7 +104,7 @@ def _held_against(
         for problem in error.problems:
             print(problem, file=err)
         return UNREADABLE
-    except (CaptureError, OSError) as error:
+    except (JournalError, OSError) as error:
         print(f"--capture {capture} cannot be read: {error}", file=err)
         return UNREADABLE
     for sentence in _verdict(judged):

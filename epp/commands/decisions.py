@@ -10,14 +10,8 @@ import msgspec
 
 from epp.core.types import Seconds
 from epp.flags.subcommands import DecisionsFlags
-from epp.shell.operators.decisions.decision_files import (
-    HistoryError,
-    PastDecision,
-    PastLoss,
-    PastRefusal,
-    moment_of,
-    read_past,
-)
+from epp.journal.decisions import PastDecision, PastLoss, PastRefusal, moment_of, read_past
+from epp.journal.problem import JournalError
 from epp.shell.operators.decisions.decision_rows import Kept, Row, decided_row, iso, refused_row
 from epp.shell.operators.decisions.decision_sums import Stretch, in_words
 from epp.shell.operators.decisions.recent_decisions import Wanted
@@ -51,7 +45,7 @@ def show_decisions(
                 stretch.add(past)
                 keep = heapq.heappush if len(newest) < flags.n else heapq.heappushpop
                 keep(newest, (past.at_s, number, past))
-    except HistoryError as error:
+    except JournalError as error:
         print(f"epp decisions: {error}", file=err)
         return UNREADABLE
     shown = [past for _, _, past in sorted(newest, reverse=True, key=lambda one: one[:2])]
@@ -67,7 +61,7 @@ def show_decisions(
 def _stretch(flags: DecisionsFlags, now_s: float) -> Stretch:
     stretch = Stretch(moment_of(flags.since, now_s), moment_of(flags.until, now_s))
     if stretch.since_s >= stretch.until_s:
-        raise HistoryError(
+        raise JournalError(
             f"--since is {iso(stretch.since_s)[:19]} UTC, expected a time before "
             f"{iso(stretch.until_s)[:19]} UTC"
         )
@@ -77,7 +71,7 @@ def _stretch(flags: DecisionsFlags, now_s: float) -> Stretch:
 def explain_past(folder: str, request_id: str, endpoint: str, now_s: Seconds) -> list[Row]:
     """Return explained rows of a request from all recorded decisions, newest first.
 
-    Raises `HistoryError` if the files cannot be read.
+    Raises `JournalError` if the files cannot be read.
     """
     wanted = Wanted(request_id=request_id)
     found: list[tuple[float, int, PastDecision | PastRefusal]] = []

@@ -10,7 +10,7 @@ import msgspec
 from epp.commands.debug_client import DebugClient, NoAnswerError, read_token
 from epp.commands.decisions import explain_past
 from epp.flags.subcommands import ExplainFlags
-from epp.shell.operators.decisions.decision_files import HistoryError
+from epp.journal.problem import JournalError
 from epp.shell.operators.decisions.explanation import explanation
 from epp.shell.printable import printable
 
@@ -63,7 +63,7 @@ def _explain_past(flags: ExplainFlags, out: TextIO, err: TextIO) -> int:
     """Explain the request from recorded files, without a picker."""
     try:
         rows = explain_past(flags.dir, flags.request_id, flags.endpoint, time.time())
-    except HistoryError as error:
+    except JournalError as error:
         print(f"epp explain: {error}", file=err)
         return NO_ANSWER
     if not rows:

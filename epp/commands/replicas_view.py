@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from epp.shell.operators.capture import CaptureSnapshot
+from epp.shell.operators.journal import JournalSnapshot
 from epp.shell.operators.live.live_view import DECISIONS_SHOWN, ENDPOINTS_MAX, Live, LiveEndpoint
 
 T = TypeVar("T")
@@ -79,14 +79,14 @@ def differences(lives: Sequence[Live]) -> str:
     return f"they have {' and '.join(found)}" if found else ""
 
 
-def _captures(told: Sequence[CaptureSnapshot]) -> CaptureSnapshot | None:
+def _captures(told: Sequence[JournalSnapshot]) -> JournalSnapshot | None:
     """Return the sum of all captures, or None if there are none."""
     if not told:
         return None
     dropped: Counter[str] = Counter()
     for one in told:
         dropped.update(one.dropped)
-    return CaptureSnapshot(
+    return JournalSnapshot(
         requests=sum(one.requests for one in told),
         events=sum(one.events for one in told),
         dropped=dict(dropped),

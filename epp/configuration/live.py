@@ -17,8 +17,8 @@ from epp.configuration.config import (
 )
 from epp.configuration.describing import config_hash, diff_configs
 from epp.configuration.memory_plan import MemoryPlan, fitted
-from epp.core.capture.events import Configured
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.journal.events import Configured
 from epp.core.prompt.parse import ParserName, ParserSet
 from epp.core.session_tokens import SessionTokens
 from epp.flags.serve import ServeFlags

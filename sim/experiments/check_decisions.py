@@ -6,7 +6,8 @@ from typing import Any
 
 from epp.configuration.build import plugin_tables
 from epp.configuration.config import ConfigError
-from epp.configuration.past_decisions import CaptureError, decide_again, sentences_of, told
+from epp.journal.problem import JournalError
+from epp.journal.reenacting import decide_again, sentences_of, told
 from sim.cluster.policies import policy_source
 from sim.measurement.summaries import SCHEMA, as_json
 from sim.output import OutputError, open_folder, write_whole
@@ -30,7 +31,7 @@ def check_decisions(options: argparse.Namespace) -> int:
     folder = open_folder(options)
     try:
         total = told(decide_again(capture, plugin_tables(), config))
-    except CaptureError as problem:
+    except JournalError as problem:
         raise OutputError(str(problem)) from None
     by = "the configuration in force" if config is None else options.config
     summary: dict[str, Any] = {"schema": SCHEMA, "capture": capture.name, "decided_by": by, **total}

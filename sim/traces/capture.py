@@ -11,7 +11,7 @@ from typing import BinaryIO, Final
 
 import msgspec
 
-from epp.core.capture.lines import (
+from epp.core.journal.lines import (
     FORMAT_NAME,
     VERSION,
     CaptureHeader,

@@ -3,17 +3,20 @@ time.
 """
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 from msgspec import Struct
 
-from epp.configuration.past_decisions import CaptureError, lines_of, past_files
-from epp.core.capture.lines import FORMAT_NAME, CaptureHeader
-from epp.core.capture.transcript import BEHIND_MAX
+from epp.core.journal.events import Level
+from epp.core.journal.lines import FORMAT_NAME, VERSION, CaptureHeader
+from epp.core.journal.requests import BEHIND_MAX
 from epp.core.types import Seconds
+from epp.journal.problem import JournalError
+from epp.journal.reading import Segments, journals
 from sim.traces.arrival import TraceError
 from sim.traces.line_stream import stream_of
 
@@ -26,19 +29,15 @@ _time_of = msgspec.json.Decoder(_Timed).decode
 
 
 def captured(folder: Path) -> BinaryIO:
-    """Return the header and one line for each request. Raises `TraceError` and `OSError`.
+    """Return the header and one line for each request. Raises `TraceError`.
 
     A malformed line keeps its place, and the parser of lines reports it.
     """
-    origins = past_files(folder, "requests")
-    if not origins:
-        raise TraceError(str(folder), 0, "", "Expected files of a capture, requests-*.jsonl.gz")
-    headers = {
-        path: msgspec.json.decode(next(lines_of(path), b"{}"), type=dict)
-        for files in origins.values()
-        for path in files
-    }
-    sizes = {header.get("block_tokens", 64) for header in headers.values() if header}
+    try:
+        processes = journals(folder, Level.INPUTS)
+        sizes = {size for process in processes for size in process.block_sizes()}
+    except JournalError as problem:
+        raise TraceError(str(folder), 0, "", str(problem)) from None
     if len(sizes) != 1:
         told = ", ".join(map(str, sorted(sizes)))
         raise TraceError(
@@ -46,29 +45,20 @@ def captured(folder: Path) -> BinaryIO:
         )
     header = CaptureHeader(
         format=FORMAT_NAME,
-        version=1,
+        version=VERSION,
         block_tokens=sizes.pop(),
-        source=f"{len(origins)} processes",
+        source=f"{len(processes)} processes",
     )
+    merged = heapq.merge(*(_in_order(_lines(folder, process)) for process in processes))
     first = msgspec.json.encode(header) + b"\n"
-    merged = heapq.merge(*(_in_order(_requests(files)) for files in origins.values()))
-    lines = _after(first, (line for _, line in merged))
-    return stream_of(lines)
+    return stream_of(chain((first,), (line for _, line in merged)))
 
 
-def _after(first: bytes, lines: Iterable[bytes]) -> Iterator[bytes]:
-    yield first
-    yield from lines
-
-
-def _requests(files: list[Path]) -> Iterator[bytes]:
-    for path in files:
-        try:
-            lines = lines_of(path)
-            next(lines, None)
-            yield from lines
-        except CaptureError as problem:
-            raise TraceError(str(path), 0, "", str(problem)) from None
+def _lines(folder: Path, process: Segments) -> Iterator[bytes]:
+    try:
+        yield from process.request_lines()
+    except JournalError as problem:
+        raise TraceError(str(folder), 0, "", str(problem)) from None
 
 
 def _in_order(lines: Iterator[bytes]) -> Iterator[tuple[Seconds, bytes]]:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from epp.core.capture.lines import Salt
+from epp.core.journal.lines import Salt
 from sim.engine.profiles import DEFAULT_PROFILE, Profile, estimate_warnings, profile_named
 from sim.output import Printer
 from sim.sentences import sentence_of, warned

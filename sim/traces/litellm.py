@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct, field
 
-from epp.core.capture.lines import TokenCount
+from epp.core.journal.lines import TokenCount
 from sim.traces.arrival import Arrival, FieldError
 from sim.traces.blocks import MOONCAKE_BLOCK_TOKENS, check_block_tokens
 from sim.traces.reading import LineFormat, Parse, ReadOptions

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, Raw, Struct, field, structs
 
-from epp.core.capture.lines import Tokens
+from epp.core.journal.lines import Tokens
 from epp.core.prompt.parse import parse_request
 from epp.core.types import BYTES_PER_TOKEN, Refusal
 from sim.traces.arrival import Arrival, FieldError

@@ -7,7 +7,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta, Struct
 
-from epp.core.capture.lines import BlockId, TokenCount, Tokens
+from epp.core.journal.lines import BlockId, TokenCount, Tokens
 from sim.traces.arrival import Arrival
 from sim.traces.blocks import MOONCAKE_BLOCK_TOKENS, check_block_tokens, check_blocks
 from sim.traces.cells import Table, count

@@ -23,11 +23,11 @@ from prometheus_client import generate_latest
 from epp.app.wiring import EndpointPicker
 from epp.commands.serve import until_signal
 from epp.configuration.build import plugin_tables
-from epp.configuration.past_decisions import decide_again
 from epp.core.decision.inputs import PageScraped, Reconfigured
 from epp.core.decision.scheduler import Scheduler
 from epp.core.types import EndpointMetrics
 from epp.flags.command_lines import parse_serve
+from epp.journal.reenacting import decide_again
 from epp.shell.engines.scrape import Scraper
 from epp.shell.operators.metrics.telemetry import Telemetry
 from epp.shell.operators.pages.debug_pages import Wanted
@@ -1386,7 +1386,7 @@ import gc, sys
 from epp.commands import serve
 from epp.configuration.build import plugin_tables
 from epp.flags.command_lines import parse_serve
-from epp.configuration.past_decisions import decide_again
+from epp.journal.reenacting import decide_again
 
 async def looked_at(picker):
     print(gc.get_freeze_count(), len(gc.get_objects()), file=sys.stderr)

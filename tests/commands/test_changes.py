@@ -11,7 +11,7 @@ from epp.core.decision.inputs import RequestEnded
 from epp.core.duration import Duration
 from epp.core.knowledge.inflight import Outcome
 from epp.flags.subcommands import ChangesFlags
-from epp.shell.operators.decisions.endpoint_states import EndpointState
+from epp.journal.records import EndpointState
 from tests.builders import request as make_request
 from tests.shell.operators.decisions.test_decision_history import Keeping
 from tests.shell.operators.decisions.test_recent_decisions import exchange_of

@@ -10,8 +10,8 @@ from epp.commands.decisions import show_decisions
 from epp.core.decision.profile import WeightedScorer
 from epp.core.duration import Duration
 from epp.flags.subcommands import DecisionsFlags
+from epp.journal.records import EndpointState
 from epp.plugins.added_time import AddedTime
-from epp.shell.operators.decisions.endpoint_states import EndpointState
 from tests.builders import request as make_request
 from tests.shell.operators.decisions.test_decision_history import Keeping, decisions
 from tests.shell.operators.decisions.test_explanation import PROMPT, Told

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from epp.commands.replicas_view import as_one, differences
-from epp.shell.operators.capture import CaptureSnapshot
-from epp.shell.operators.decisions.configuration_changes import Applied
+from epp.journal.records import Applied
+from epp.shell.operators.journal import JournalSnapshot
 from epp.shell.process.own_process import ProcessLately
 from tests.commands.test_top_screen import live, live_decision, live_endpoint
 
@@ -90,14 +90,14 @@ def test_what_all_captures_lost_is_lost():
     """Whichever of them has the newest configuration."""
 
     def capture(size_bytes, **dropped):
-        return CaptureSnapshot(
+        return JournalSnapshot(
             requests=1, events=2, dropped=dropped, write_errors=1, bytes=size_bytes
         )
 
     seen = as_one(
         [live(), live(capture=capture(5, queue=1)), live(capture=capture(7, queue=2, disk=1))]
     )
-    assert seen.capture == CaptureSnapshot(
+    assert seen.capture == JournalSnapshot(
         requests=2, events=4, dropped={"queue": 3, "disk": 1}, write_errors=2, bytes=12
     )
 

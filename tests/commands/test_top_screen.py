@@ -8,8 +8,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from epp.commands.top_screen import top_screen
-from epp.shell.operators.capture import CaptureSnapshot
-from epp.shell.operators.decisions.configuration_changes import Applied, RefusedDocument
+from epp.journal.records import Applied, RefusedDocument
+from epp.shell.operators.journal import JournalSnapshot
 from epp.shell.operators.live.live_view import Live, LiveDecision, LiveEndpoint, LiveScore
 from epp.shell.process.own_process import ProcessLately
 
@@ -248,7 +248,7 @@ def test_the_picker_itself_is_the_second_line():
     ],
 )
 def test_what_a_capture_lost_is_told(dropped, write_errors, told):
-    capture = CaptureSnapshot(
+    capture = JournalSnapshot(
         requests=1, events=2, dropped=dropped, write_errors=write_errors, bytes=5_000_000
     )
     line = line_of(drawn(live(capture=capture)), "capture")

@@ -7,15 +7,16 @@ import pytest
 
 from epp.configuration import past_decisions
 from epp.configuration.config import load_config
-from epp.configuration.past_decisions import CaptureError, decide_again, judge, told
-from epp.core.capture.transcript import BEHIND_MAX
 from epp.core.decision.inputs import PoolReplaced
 from epp.core.decision.scheduler import Scheduler
+from epp.core.journal.transcript import BEHIND_MAX
 from epp.core.peers.exchange import PeerExchange
 from epp.core.peers.frames import ORIGIN_BYTES
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import ApiKind
-from tests.core.capture.traffic import PLUGINS, Live, configured, document, settings_of
+from epp.journal.problem import JournalError
+from epp.journal.reenacting import decide_again, judge, told
+from tests.core.journal.traffic import PLUGINS, Live, configured, document, settings_of
 
 ORIGIN = "20260101T000000-0000000a"
 
@@ -100,14 +101,14 @@ def test_another_configuration_is_held_against_what_was_decided(tmp_path):
 def test_what_is_no_event_is_named_with_its_place(tmp_path, line, expected):
     """One sentence."""
     (tmp_path / f"events-{ORIGIN}-000000.jsonl.gz").write_bytes(gzip.compress(line))
-    with pytest.raises(CaptureError, match=expected) as found:
+    with pytest.raises(JournalError, match=expected) as found:
         decide_again(tmp_path, PLUGINS)
     assert "events-2026" in str(found.value)
 
 
 def test_a_folder_without_a_capture_is_named(tmp_path):
     with pytest.raises(
-        CaptureError, match=r"found no events-\*\.jsonl\.gz; expected the files of a capture"
+        JournalError, match=r"found no events-\*\.jsonl\.gz; expected the files of a capture"
     ):
         decide_again(tmp_path, PLUGINS)
 
@@ -117,7 +118,7 @@ def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(past_decisions, "_LINE_BYTES_MAX", 1000)
     path = tmp_path / f"events-{ORIGIN}-000000.jsonl.gz"
     path.write_bytes(gzip.compress(b"x" * 5000))
-    with pytest.raises(CaptureError, match="expected lines of less than 1000 bytes"):
+    with pytest.raises(JournalError, match="expected lines of less than 1000 bytes"):
         decide_again(tmp_path, PLUGINS)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final, Generic, TypeVar
 from msgspec import Struct
 
 from epp.core.decision.choice import Choice
-from epp.core.decision.costs import FRESH_S_MAX, Cost, costs_of
+from epp.core.decision.costs import FRESH_S_MAX, Cost, computed_costs
 from epp.core.decision.decisive import decisive
 from epp.core.decision.plugin import TellsCost
 from epp.core.decision.profile import SchedulingProfile, Scored
@@ -215,7 +215,8 @@ def costs_to_keep(
     first = choice.picked[0]
     second = runner_up_of(choice.scored, first)
     positions = (first,) if second is None else (first, second)
-    return costs_of(profile, request, choice.ranked, positions, failures)
+    scorers = zip(profile.scorer_names, profile.tellers, strict=True)
+    return computed_costs(scorers, request, choice.ranked, positions, failures)
 
 
 def decided_by(

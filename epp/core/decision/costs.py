@@ -9,14 +9,13 @@ endpoints are then rebuilt from their stored numbers. If a cost depends on more 
 the scorers compute it during the decision and the record keeps it (`Scheduler.keeps_costs`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from msgspec import Struct
 
 from epp.core.decision.decisive import decisive
 from epp.core.decision.plugin import TellsCost
-from epp.core.decision.profile import SchedulingProfile
 from epp.core.failures import FLOATS, PluginFailures, array_fault
 from epp.core.knowledge.candidates import NUMBERS, Candidates
 from epp.core.knowledge.rebuilt import rebuilt_candidates
@@ -103,24 +102,44 @@ def cost_of(
     )
 
 
+class FailedCost(Struct, frozen=True):
+    """A scorer that did not compute its cost."""
+
+    scorer: str
+    error: BaseException
+
+
 def costs_of(
-    profile: SchedulingProfile,
-    request: InferenceRequest,
+    scorers: Iterable[tuple[str, TellsCost | None]],
+    asked: InferenceRequest,
+    candidates: Candidates,
+    positions: Sequence[int],
+) -> list[Cost | FailedCost]:
+    """Return the costs at `positions` by each scorer that computes costs; others are None."""
+    found: list[Cost | FailedCost] = []
+    for name, plugin in scorers:
+        if plugin is not None:
+            try:
+                found.append(cost_of(name, plugin, asked, candidates, positions))
+            except BaseException as error:  # noqa: BLE001  the boundary of a plugin: the other scorers are still shown
+                found.append(FailedCost(name, error))
+    return found
+
+
+def computed_costs(
+    scorers: Iterable[tuple[str, TellsCost | None]],
+    asked: InferenceRequest,
     candidates: Candidates,
     positions: Sequence[int],
     failures: PluginFailures,
 ) -> tuple[Cost, ...]:
-    """Return the costs of the candidates at `positions`, by each scorer that computes costs.
-
-    A scorer that fails is counted in `failures` and left out.
-    """
+    """Return the same as `costs_of` without the scorers that fail, which are counted in `failures`."""
     found: list[Cost] = []
-    for scorer, teller in zip(profile.scorers, profile.tellers, strict=True):
-        if teller is not None:
-            try:
-                found.append(cost_of(scorer.name, teller, request, candidates, positions))
-            except BaseException as error:  # noqa: BLE001  the boundary of a plugin
-                failures.raised(scorer.name, "cost_parts", error)
+    for cost in costs_of(scorers, asked, candidates, positions):
+        if isinstance(cost, Cost):
+            found.append(cost)
+        else:
+            failures.raised(cost.scorer, "cost_parts", cost.error)
     return tuple(found)
 
 

@@ -6,7 +6,7 @@ from typing import Final
 from msgspec import Struct
 
 from epp.core.decision.account import Leg
-from epp.core.decision.costs import Cost, cost_of, rebuilt_pair
+from epp.core.decision.costs import Cost, computed_costs, rebuilt_pair
 from epp.core.failures import PluginFailures
 from epp.core.knowledge.outliers import Outlier
 
@@ -87,16 +87,10 @@ def _costs(noted: Explained, failures: PluginFailures) -> list[str]:
         prompt_tokens=leg.request.prompt_tokens,
         matched_most=noted.matched_most,
     )
+    scorers = zip(leg.scorers, leg.tellers, strict=True)
     positions = range(len(noted.numbers))
-    told = []
-    for name, plugin in zip(leg.scorers, leg.tellers, strict=True):
-        if plugin is not None:
-            try:
-                cost = cost_of(name, plugin, leg.request, pair, positions)
-                told.append(_cost(cost, noted.marks))
-            except BaseException as error:  # noqa: BLE001  the boundary of a plugin
-                failures.raised(name, "cost_parts", error)
-    return told
+    costs = computed_costs(scorers, leg.request, pair, positions, failures)
+    return [_cost(cost, noted.marks) for cost in costs]
 
 
 def _cost(cost: Cost, marks: tuple[str, str]) -> str:

@@ -11,7 +11,7 @@ from epp.core.protocol.budget import BodyBudget
 from epp.core.protocol.session import SessionSettings, StreamFailure
 from epp.core.types import Refusal, RefusalReason
 from tests import gateway as gw
-from tests.core.capture.traffic import document
+from tests.core.journal.traffic import document
 from tests.test_hermetic import pods
 
 BODY = gw.prompt("hello")

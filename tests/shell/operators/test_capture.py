@@ -6,17 +6,18 @@ import threading
 
 import msgspec
 import pytest
+from epp.configuration.past_decisions import lines_of, past_files
 from structlog.testing import capture_logs
 
-from epp.configuration.past_decisions import decide_again, lines_of, past_files
-from epp.core.capture.events import Event, Lost
-from epp.core.capture.lines import CaptureLine
-from epp.core.capture.witness import CaptureWitness
+from epp.core.journal.events import Event, Lost
+from epp.core.journal.lines import CaptureLine
+from epp.core.journal.witness import CaptureWitness
+from epp.journal.reenacting import decide_again
 from epp.shell.files.segment_folder import SegmentFolder
 from epp.shell.operators import capture as module
-from epp.shell.operators.capture import Capture, CaptureLimits, read_salt
+from epp.shell.operators.journal import Capture, CaptureLimits, read_salt
 from epp.shell.starting import StartError
-from tests.core.capture.traffic import PLUGINS, Live, configured, document
+from tests.core.journal.traffic import PLUGINS, Live, configured, document
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 
 from sim.__main__ import main
 from tests.configuration.test_past_decisions import write
-from tests.core.capture.traffic import document
+from tests.core.journal.traffic import document
 
 
 def sim(*arguments):

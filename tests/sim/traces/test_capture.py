@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epp.core.capture.lines import CaptureHeader, CaptureLine, Salt, pack_blocks
+from epp.core.journal.lines import CaptureHeader, CaptureLine, Salt, pack_blocks
 from sim.traces.arrival import Arrival, FieldError, TraceError
 from sim.traces.capture import CAPTURE, CaptureWriter, unpack_blocks
 from sim.traces.formats import open_trace

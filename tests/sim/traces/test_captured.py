@@ -5,7 +5,7 @@ import gzip
 import msgspec
 import pytest
 
-from epp.core.capture.lines import CaptureHeader, CaptureLine
+from epp.core.journal.lines import CaptureHeader, CaptureLine
 from sim.traces.arrival import TraceError
 from sim.traces.formats import open_trace
 from sim.traces.reading import ReadOptions, content_hash

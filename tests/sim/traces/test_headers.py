@@ -6,7 +6,7 @@ import json
 import pytest
 from msgspec.structs import replace
 
-from epp.core.capture.lines import Salt
+from epp.core.journal.lines import Salt
 from epp.core.prompt.request import InferenceRequest
 from sim.traces.arrival import FieldError, TraceError
 from sim.traces.capture import CaptureWriter

@@ -3,33 +3,11 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from msgspec import Struct, field
-
 from epp.core.types import Seconds
+from epp.journal.records import Applied, RefusedDocument
 
 CHANGES_MAX = 20
 """Maximum number of recorded sentences per change."""
-
-
-class Applied(Struct, frozen=True, kw_only=True):
-    """A document that came into force."""
-
-    generation: int = 0
-    hash: str = ""
-    source: str = ""
-    at_s: float = 0.0
-    """Unix time in seconds."""
-    changes: tuple[str, ...] = ()
-    """Differences from the previous document, one sentence each, at most `CHANGES_MAX`."""
-    weights: Mapping[str, float] = field(default_factory=dict)
-    """Weights of the scorers by name."""
-
-
-class RefusedDocument(Struct, frozen=True, kw_only=True):
-    """A document that was rejected."""
-
-    at_s: float
-    problem: str
 
 
 class ConfigurationChanges:

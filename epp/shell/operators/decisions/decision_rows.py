@@ -10,23 +10,17 @@ import numpy as np
 from msgspec import Struct
 
 from epp.core.decision.account import Ranking, decided_by, rounded_parts
-from epp.core.decision.costs import DIGITS, Cost, cost_by_score, cost_of, rebuilt_pair
-from epp.core.decision.plugin import TellsCost
+from epp.core.decision.costs import DIGITS, Cost, FailedCost, cost_by_score, costs_of, rebuilt_pair
 from epp.core.decision.profile import Scored
 from epp.core.knowledge.candidates import NUMBERS, Candidates
 from epp.core.knowledge.rebuilt import numbers_before
 from epp.core.moment import Moment
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint, Seconds
-from epp.shell.operators.decisions.decision_record import (
-    Decided,
-    Ended,
-    Refused,
-    Scores,
-    Served,
-    predicted_at,
-)
-from epp.shell.operators.decisions.endpoint_states import OUTLYING, READY, States
+from epp.journal.decision_record import Decided, Ended, Refused, Scores, Served, predicted_at
+from epp.journal.decisions import NO_SETTING, Setting
+from epp.journal.records import READY, States
+from epp.shell.operators.decisions.endpoint_states import OUTLYING
 
 SCORES_SHOWN_MAX: Final = 8
 """Maximum number of candidates shown per decision, best first."""
@@ -36,22 +30,6 @@ LEFT_OUT_SHOWN_MAX: Final = 8
 Row: TypeAlias = dict[str, Any]
 Members: TypeAlias = tuple[Endpoint | None, ...]
 """Endpoints of the pool by slot."""
-
-
-class Setting(Struct, frozen=True):
-    """The parts of a configuration that rows of its decisions need."""
-
-    generation: int
-    """Generation of the configuration, or 0 if unknown."""
-    scorers: tuple[str, ...]
-    weights: tuple[float, ...]
-    by_blocks: tuple[str, ...] = ()
-    """Names of scorers whose part is the share of matched blocks."""
-    costs: tuple[TellsCost | None, ...] = ()
-    """Scorers that can list the parts of their cost; None for others."""
-
-
-NO_SETTING: Final = Setting(0, (), ())
 
 
 class Kept(Struct, frozen=True, kw_only=True):
@@ -126,7 +104,7 @@ def decided_row(
         "decided_by": list(decided_by(names, told.parts, other_parts)) if runner_up else [],
         "by_blocks": list(setting.by_blocks),
         "expected_first_token_s": None if expected_s is None else round(expected_s, DIGITS),
-        "costs": [_cost_row(told, one) if isinstance(one, Cost) else one for one in costs],
+        "costs": [_cost_row(told, one) for one in costs],
         "known": known,
         "outcome": outcome_row(end, served),
         "scores": ranked.best or [chosen],
@@ -302,11 +280,8 @@ def _numbers(numbers: Sequence[float]) -> Row:
     return {name: round(value, 3) if math.isfinite(value) else None for name, value in told}
 
 
-def _costs(told: Decided, setting: Setting, before: Sequence[float]) -> list[Cost | Row]:
-    """Return the costs of the chosen endpoint and the runner-up, by scorer.
-
-    A scorer that fails is replaced by a row with its error.
-    """
+def _costs(told: Decided, setting: Setting, before: Sequence[float]) -> list[Cost | FailedCost]:
+    """Return the costs of the chosen endpoint and the runner-up, by scorer."""
     if not any(setting.costs):
         return []
     if told.costs is not None:
@@ -321,15 +296,8 @@ def _costs(told: Decided, setting: Setting, before: Sequence[float]) -> list[Cos
         priority=told.priority,
         moment=Moment(answer_tokens=told.answer_tokens),
     )
-    found: list[Cost | Row] = []
-    for name, scorer in zip(setting.scorers, setting.costs, strict=False):
-        if scorer is None:
-            continue
-        try:
-            found.append(cost_of(name, scorer, asked, pair, positions))
-        except BaseException as error:  # noqa: BLE001  the boundary of a plugin: the other scorers are still shown
-            found.append({"scorer": name, "failed": type(error).__name__})
-    return found
+    scorers = zip(setting.scorers, setting.costs, strict=False)
+    return costs_of(scorers, asked, pair, positions)
 
 
 def expected_first_token_s(told: Decided, setting: Setting) -> Seconds | None:
@@ -347,7 +315,7 @@ def _before(told: Decided) -> Sequence[float]:
     )
 
 
-def _first_token_s(costs: Sequence[Cost | Row]) -> Seconds | None:
+def _first_token_s(costs: Sequence[Cost | FailedCost]) -> Seconds | None:
     """Return the estimate of the first scorer with a cost in seconds and named parts."""
     for cost in costs:
         if isinstance(cost, Cost) and cost.unit == "s" and cost.first_token is not None:
@@ -370,7 +338,9 @@ def _pair(told: Decided, before: Sequence[float]) -> Candidates:
     )
 
 
-def _cost_row(told: Decided, cost: Cost) -> Row:
+def _cost_row(told: Decided, cost: Cost | FailedCost) -> Row:
+    if isinstance(cost, FailedCost):
+        return {"scorer": cost.scorer, "failed": type(cost.error).__name__}
     names = [told.endpoint, told.runner_up][: len(cost.parts)]
     return {
         "scorer": cost.scorer,

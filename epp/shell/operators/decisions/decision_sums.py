@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
 from epp.core.decision.decisive import decisive
-from epp.shell.operators.decisions.decision_files import PastDecision, PastRefusal
-from epp.shell.operators.decisions.decision_record import predicted_at, served_at
+from epp.journal.decision_record import predicted_at, served_at
+from epp.journal.decisions import PastDecision, PastRefusal
 from epp.shell.operators.decisions.decision_rows import weighted
 
 FAILED_FROM: Final = 500

@@ -9,17 +9,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from msgspec import Struct
-
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.ejection import Cause
 from epp.core.knowledge.fullness import FULL, Full
 from epp.core.knowledge.outliers import Outlier
 from epp.core.knowledge.pool import Standing
 from epp.core.types import Endpoint, Seconds
+from epp.journal.records import READY, EndpointState, States
 
 EJECTED: Final = "ejected"
-READY: Final = Standing.READY.value
 OUTLYING: Final = (EJECTED, FULL, Cause.FAILING.value, Cause.SLOW.value)
 """States of ready endpoints that have a problem."""
 _OF_SCRAPES: Final = (Standing.UNREACHABLE, Standing.STALE, Standing.NEVER_SCRAPED)
@@ -31,21 +29,6 @@ _REASONS: Final[Mapping[Standing, str]] = {
     Standing.SET_ASIDE: "requests failed; it is excluded until its next successful scrape",
     Standing.NEVER_SCRAPED: "it has not been scraped successfully yet",
 }
-
-
-class EndpointState(Struct, frozen=True):
-    """The state of an endpoint and its problem, if any."""
-
-    state: str = READY
-    """Standing, or "ejected", "full", "failing" or "slow" for a ready endpoint."""
-    reason: str = ""
-    """Reason in words, or "" if the endpoint is ready."""
-    since_s: float = 0.0
-    """Unix time since which it has this state; a ready endpoint may have it for longer."""
-
-
-States = Mapping[str, EndpointState]
-"""States by name of the endpoint."""
 
 
 class EndpointStates:

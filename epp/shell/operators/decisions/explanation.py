@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
 from epp.core.decision.shadow import AGREED, DIFFERED
-from epp.shell.operators.decisions.endpoint_states import READY
+from epp.journal.records import READY
 from epp.shell.printable import printable
 
 _Row: TypeAlias = dict[str, Any]

@@ -25,8 +25,7 @@ from epp.core.knowledge.pool import EndpointPool
 from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.session import Exchange
 from epp.core.types import Refusal, Seconds
-from epp.shell.operators.decisions.decision_history import DecisionHistory
-from epp.shell.operators.decisions.decision_record import (
+from epp.journal.decision_record import (
     DECIDED,
     PACKED_FROM,
     REFUSED,
@@ -50,20 +49,20 @@ from epp.shell.operators.decisions.decision_record import (
     unpack_scores,
     unpack_served,
 )
+from epp.journal.decisions import NO_SETTING, Setting
+from epp.journal.frames import ended_frame, frame_of
+from epp.journal.records import States, ToldSetting, ToldStates, told_plugin
 from epp.shell.operators.decisions.decision_rows import (
-    NO_SETTING,
     Kept,
     Members,
     Row,
-    Setting,
     decided_row,
     expected_first_token_s,
     is_called,
     refused_row,
 )
-from epp.shell.operators.decisions.endpoint_states import States
-from epp.shell.operators.decisions.history_format import ToldSetting, ended_frame, told_plugin
 from epp.shell.operators.decisions.record_ring import RecordRing
+from epp.shell.operators.journal import DecisionsFolder
 
 BYTES_MAX: Final = 16 * 1024 * 1024
 """Maximum size of all records in bytes."""
@@ -192,7 +191,7 @@ class RecentDecisions:
         keep_s: Seconds = KEEP_S,
         clock: Callable[[], Seconds] = time.time,
         could_not: Callable[[str, Exception], None] = lambda *_: None,
-        history: DecisionHistory | None = None,
+        history: DecisionsFolder | None = None,
     ) -> None:
         """Allocate memory for the records.
 
@@ -247,7 +246,8 @@ class RecentDecisions:
         if len(self._states) > _STATES_MAX:
             del self._states[next(iter(self._states))]
         if self._history is not None:
-            self._history.states(self._states_told, states)
+            told = ToldStates(number=self._states_told, at_s=self._clock(), states=dict(states))
+            self._history.tell(frame_of(told))
 
     def decided(self, decision: Decision) -> None:
         """Record a decision; the pool and its load must not have changed since."""
@@ -518,19 +518,18 @@ class RecentDecisions:
             del self._settings[next(iter(self._settings))]
         if self._history is not None:
             told = self._settings[self._setting]
-            self._history.setting(
-                ToldSetting(
-                    number=self._setting,
-                    generation=generation,
-                    scorers=told.scorers,
-                    weights=told.weights,
-                    by_blocks=told.by_blocks,
-                    costs=tuple(
-                        told_plugin(scorer.plugin.type_name, scorer.plugin) if teller else None
-                        for scorer, teller in zip(scorers, leg.tellers, strict=False)
-                    ),
-                )
+            setting = ToldSetting(
+                number=self._setting,
+                generation=generation,
+                scorers=told.scorers,
+                weights=told.weights,
+                by_blocks=told.by_blocks,
+                costs=tuple(
+                    told_plugin(scorer.plugin.type_name, scorer.plugin) if teller else None
+                    for scorer, teller in zip(scorers, leg.tellers, strict=False)
+                ),
             )
+            self._history.tell(frame_of(setting))
 
     def _wanted_row(
         self,
@@ -574,7 +573,7 @@ def recent_decisions(
     bytes_max: int,
     keep_s: Seconds,
     could_not: Callable[[str, Exception], None],
-    history: DecisionHistory | None = None,
+    history: DecisionsFolder | None = None,
 ) -> RecentDecisions:
     """Return an instance that uses `bytes_max` of memory, or almost none if `keep_s` is 0."""
     if not keep_s:

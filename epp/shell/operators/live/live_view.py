@@ -15,14 +15,10 @@ from epp import __version__
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.pool import Standing
 from epp.core.types import Endpoint, Seconds
+from epp.journal.records import Applied, RefusedDocument
 from epp.shell.engines.first_tokens import FirstTokens
 from epp.shell.engines.kv_events import SourceRow
-from epp.shell.operators.capture import CaptureSnapshot
-from epp.shell.operators.decisions.configuration_changes import (
-    Applied,
-    ConfigurationChanges,
-    RefusedDocument,
-)
+from epp.shell.operators.decisions.configuration_changes import ConfigurationChanges
 from epp.shell.operators.decisions.decision_rows import Row
 from epp.shell.operators.decisions.endpoint_states import EndpointStates
 from epp.shell.operators.decisions.recent_decisions import (
@@ -31,6 +27,7 @@ from epp.shell.operators.decisions.recent_decisions import (
     RecentDecisions,
     Wanted,
 )
+from epp.shell.operators.journal import JournalSnapshot
 from epp.shell.operators.pages.endpoint_rows import endpoint_rows
 from epp.shell.process.own_process import ProcessLately
 
@@ -154,7 +151,7 @@ class Live(Struct, frozen=True, kw_only=True):
     """Figures of the process, or None from a picker of an earlier version."""
     process_at: str = ""
     """Address of the picker that `process` belongs to; "" if there is only one."""
-    capture: CaptureSnapshot | None = None
+    capture: JournalSnapshot | None = None
     """Figures of the capture, or None if nothing is captured."""
 
 
@@ -171,7 +168,7 @@ class LiveView:
         clock: Callable[[], Seconds] = time.monotonic,
         process: Callable[[], ProcessLately | None] = lambda: None,
         first_tokens: Callable[[Seconds], Mapping[str, FirstTokens]] = lambda _: {},
-        capture: Callable[[], CaptureSnapshot | None] = lambda: None,
+        capture: Callable[[], JournalSnapshot | None] = lambda: None,
         kv_events: Callable[[Endpoint], SourceRow | None] = lambda _: None,
     ) -> None:
         """`pool` is its name, or "". `first_tokens` returns figures by endpoint id."""

@@ -46,8 +46,7 @@ from epp.shell.engines.tokens.question import TokensResult
 from epp.shell.engines.tokens.service import TokensSnapshot
 from epp.shell.gateway.calls import Connected, Cut
 from epp.shell.kubernetes.state import ClusterSnapshot
-from epp.shell.operators.capture import CaptureSnapshot
-from epp.shell.operators.decisions.decision_history import HistorySnapshot
+from epp.shell.operators.journal import JournalSnapshot
 from epp.shell.operators.metrics.counting import (
     Child,
     Column,
@@ -142,9 +141,9 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """State shared with other replicas, or None if this picker has no peers."""
     peer_links: PeersSnapshot | None = None
     """Figures about connections to peers, or None if there are none."""
-    capture: CaptureSnapshot | None = None
+    capture: JournalSnapshot | None = None
     """Figures about the capture, or None if nothing is captured."""
-    history: HistorySnapshot | None = None
+    history: JournalSnapshot | None = None
     """Figures about files of decisions, or None if they are disabled."""
     shadow: ShadowTotals | None = None
     """Totals of the shadow profile, or None if there is none."""
@@ -982,15 +981,15 @@ def _add_tokens(families: _Families, tokens: TokensSnapshot) -> None:
         families["homing_tokenize_compared_total"].add_metric([tokens.backend, result], count)
 
 
-def _add_history(families: _Families, history: HistorySnapshot) -> None:
-    families["homing_decision_history_records_total"].add_metric([], history.records)
+def _add_history(families: _Families, history: JournalSnapshot) -> None:
+    families["homing_decision_history_records_total"].add_metric([], history.events)
     for reason, records in history.dropped.items():
         families["homing_decision_history_dropped_total"].add_metric([reason], records)
     families["homing_decision_history_write_errors_total"].add_metric([], history.write_errors)
     families["homing_decision_history_bytes"].add_metric([], history.bytes)
 
 
-def _add_capture(families: _Families, capture: CaptureSnapshot) -> None:
+def _add_capture(families: _Families, capture: JournalSnapshot) -> None:
     families["homing_capture_requests_total"].add_metric([], capture.requests)
     families["homing_capture_events_total"].add_metric([], capture.events)
     for reason, notes in capture.dropped.items():

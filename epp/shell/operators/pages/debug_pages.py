@@ -18,12 +18,13 @@ from epp.configuration.explaining import explain
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.index import IndexStanding
 from epp.core.types import Endpoint, RefusalReason, Seconds
+from epp.journal.decision_record import TEXT_CHARACTERS_MAX
+from epp.journal.records import READY
 from epp.shell.engines.endpoint_pages import PagesRow
 from epp.shell.engines.first_tokens import FirstTokens
 from epp.shell.engines.kv_events import SourceRow
-from epp.shell.operators.decisions.decision_record import TEXT_CHARACTERS_MAX
 from epp.shell.operators.decisions.decision_rows import Row, iso
-from epp.shell.operators.decisions.endpoint_states import READY, EndpointStates
+from epp.shell.operators.decisions.endpoint_states import EndpointStates
 from epp.shell.operators.decisions.explanation import explanation
 from epp.shell.operators.decisions.recent_decisions import RecentDecisions, Wanted
 from epp.shell.operators.pages.bearer_token import BearerToken

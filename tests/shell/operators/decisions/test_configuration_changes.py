@@ -1,10 +1,7 @@
 """What changed last, and what was refused since."""
 
-from epp.shell.operators.decisions.configuration_changes import (
-    CHANGES_MAX,
-    Applied,
-    ConfigurationChanges,
-)
+from epp.journal.records import Applied
+from epp.shell.operators.decisions.configuration_changes import CHANGES_MAX, ConfigurationChanges
 
 
 def test_the_last_document_is_told_and_a_refused_one_until_the_next():

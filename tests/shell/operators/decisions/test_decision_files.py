@@ -5,10 +5,12 @@ from datetime import datetime
 
 import msgspec
 import pytest
+from epp.shell.operators.decisions.history_format import HEAD, Head
 
 from epp.core.knowledge.inflight import Outcome
-from epp.shell.operators.decisions.decision_files import HistoryError, moment_of, read_past
-from epp.shell.operators.decisions.history_format import HEAD, Head, frame_of, framed, packed_frames
+from epp.journal.decisions import moment_of, read_past
+from epp.journal.frames import frame_of, framed, packed_frames
+from epp.journal.problem import JournalError
 from tests.builders import request as make_request
 from tests.shell.operators.decisions.test_decision_history import Keeping, decisions
 from tests.shell.operators.decisions.test_recent_decisions import exchange_of
@@ -33,9 +35,9 @@ def test_a_stretch_of_time_is_read_alone(tmp_path):
 
 def test_files_of_another_version_or_none_are_told(tmp_path):
     """In a sentence, with what was expected."""
-    with pytest.raises(HistoryError, match="cannot be read: No such file"):
+    with pytest.raises(JournalError, match="cannot be read: No such file"):
         list(read_past(tmp_path / "none", 0.0, 1.0))
-    with pytest.raises(HistoryError, match="expected files of `epp serve --decisions-dir`"):
+    with pytest.raises(JournalError, match="expected files of `epp serve --decisions-dir`"):
         list(read_past(tmp_path, 0.0, 1.0))
     path = tmp_path / "decisions-20260101T000000-0000000a-000000.bin.gz"
     head = Head(origin="a", picker="", began_s=0.0)
@@ -48,14 +50,14 @@ def test_files_of_another_version_or_none_are_told(tmp_path):
         if told is None:
             assert list(read_past(tmp_path, 0.0, 4e9)) == []
         else:
-            with pytest.raises(HistoryError, match=told):
+            with pytest.raises(JournalError, match=told):
                 list(read_past(tmp_path, 0.0, 4e9))
     broken = framed(frame_of(HEAD, head)) + (2**31).to_bytes(4, "little")
     path.write_bytes(gzip.compress(broken))
-    with pytest.raises(HistoryError, match="is broken"):
+    with pytest.raises(JournalError, match="is broken"):
         list(read_past(tmp_path, 0.0, 4e9))
     path.write_bytes(gzip.compress(framed(frame_of(HEAD, head)) + framed(b"d\x00")))
-    with pytest.raises(HistoryError, match="does not understand"):
+    with pytest.raises(JournalError, match="does not understand"):
         list(read_past(tmp_path, 0.0, 4e9))
 
 
@@ -79,5 +81,5 @@ def test_a_moment_is_read_as_operators_write_it(text, moment):
 @pytest.mark.parametrize("text", ["", "yesterday", "25:00", "2026-13-01", "5"])
 def test_what_is_no_moment_is_refused(text):
     """In a sentence."""
-    with pytest.raises(HistoryError, match="is not a time such as 02:10"):
+    with pytest.raises(JournalError, match="is not a time such as 02:10"):
         moment_of(text, 1.7e9)

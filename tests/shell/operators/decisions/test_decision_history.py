@@ -6,14 +6,12 @@ import gzip
 import threading
 
 import pytest
+from epp.shell.operators.decisions.decision_history import DecisionHistory
 from structlog.testing import capture_logs
 
 from epp.core.knowledge.inflight import Outcome
 from epp.core.protocol.usage import Usage
-from epp.shell.files.segment_folder import SegmentFolder
-from epp.shell.operators.decisions import decision_history as module
-from epp.shell.operators.decisions.configuration_changes import ConfigurationChanges
-from epp.shell.operators.decisions.decision_files import (
+from epp.journal.decisions import (
     PastChange,
     PastDecision,
     PastLoss,
@@ -22,8 +20,10 @@ from epp.shell.operators.decisions.decision_files import (
     changes_in,
     read_past,
 )
-from epp.shell.operators.decisions.decision_history import DecisionHistory
-from epp.shell.operators.decisions.endpoint_states import EndpointState
+from epp.journal.records import EndpointState
+from epp.shell.files.segment_folder import SegmentFolder
+from epp.shell.operators.decisions import decision_history as module
+from epp.shell.operators.decisions.configuration_changes import ConfigurationChanges
 from epp.shell.operators.decisions.recent_decisions import RecentDecisions
 from tests.builders import request as make_request
 from tests.shell.operators.decisions.test_explanation import Told

@@ -22,9 +22,9 @@ from epp.core.knowledge.inflight import Outcome
 from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.core.protocol.usage import Usage
 from epp.core.types import BYTES_PER_TOKEN, EndpointMetrics
+from epp.journal.records import EndpointState
 from epp.plugins import PICKERS, SCORERS
 from epp.plugins.added_time import ATTENTION_TOKENS, AddedTime
-from epp.shell.operators.decisions.endpoint_states import EndpointState
 from epp.shell.operators.decisions.explanation import explanation
 from epp.shell.operators.decisions.recent_decisions import (
     COMPARED_MAX,

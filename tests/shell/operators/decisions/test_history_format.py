@@ -5,11 +5,6 @@ from typing import ClassVar
 
 import msgspec
 import pytest
-
-from epp.core.duration import Duration
-from epp.plugins.contract import Parameters
-from epp.shell.operators.decisions.configuration_changes import Applied, RefusedDocument
-from epp.shell.operators.decisions.endpoint_states import EndpointState
 from epp.shell.operators.decisions.history_format import (
     APPLIED,
     HEAD,
@@ -19,18 +14,22 @@ from epp.shell.operators.decisions.history_format import (
     SETTING,
     STATES,
     Head,
+    length_of,
+    told_of,
+)
+
+from epp.core.duration import Duration
+from epp.journal.frames import ended_frame, ended_of, frame_of, framed, packed_frames
+from epp.journal.records import (
+    Applied,
+    EndpointState,
+    RefusedDocument,
     ToldRefused,
     ToldSetting,
     ToldStates,
-    ended_frame,
-    ended_of,
-    frame_of,
-    framed,
-    length_of,
-    packed_frames,
-    told_of,
     told_plugin,
 )
+from epp.plugins.contract import Parameters
 
 
 @pytest.mark.parametrize(

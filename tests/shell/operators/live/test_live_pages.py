@@ -11,7 +11,7 @@ import pytest
 from aiohttp import ClientSession
 from prometheus_client import CollectorRegistry
 
-from epp.shell.operators.decisions.configuration_changes import Applied, RefusedDocument
+from epp.journal.records import Applied, RefusedDocument
 from epp.shell.operators.live.live_pages import LIVE_PAGES, LivePages
 from epp.shell.operators.live.live_view import LiveScore
 from epp.shell.operators.pages.bearer_token import BearerToken

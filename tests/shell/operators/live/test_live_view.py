@@ -11,8 +11,8 @@ from epp.core.kv_events.stream import StreamState
 from epp.core.protocol.usage import Usage
 from epp.shell.engines.first_tokens import FirstTokens
 from epp.shell.engines.kv_events import SourceRow
-from epp.shell.operators.capture import CaptureSnapshot
 from epp.shell.operators.decisions.configuration_changes import ConfigurationChanges
+from epp.shell.operators.journal import JournalSnapshot
 from epp.shell.operators.live import live_view
 from epp.shell.operators.live.live_view import LOOK_S, Live, LiveView
 from epp.shell.process.own_process import ProcessLately
@@ -168,7 +168,7 @@ async def test_first_tokens_process_and_capture_are_told_where_they_are_known(se
     (_, one), _ = seen.picker.scheduler.pool.endpoints()
     told = {one.endpoint_id: FirstTokens(sum_s=9.0, count=3.0, lately_s=0.12345)}
     process = ProcessLately(lag_mean_s=0.01, lag_most_s=0.2, cpu_cores=0.5, resident_bytes=10)
-    capture = CaptureSnapshot(requests=1, events=2, dropped={"disk": 3}, write_errors=4, bytes=5)
+    capture = JournalSnapshot(requests=1, events=2, dropped={"disk": 3}, write_errors=4, bytes=5)
     seen.view = LiveView(
         seen.picker.scheduler,
         seen.picker.recent,

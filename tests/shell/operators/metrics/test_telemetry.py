@@ -31,8 +31,7 @@ from epp.shell.engines.tokens.question import TokensResult
 from epp.shell.engines.tokens.service import TokensSnapshot
 from epp.shell.gateway.calls import Connected, Cut
 from epp.shell.kubernetes.state import ClusterSnapshot, Reflection
-from epp.shell.operators.capture import CaptureSnapshot
-from epp.shell.operators.decisions.decision_history import HistorySnapshot
+from epp.shell.operators.journal import JournalSnapshot
 from epp.shell.operators.metrics.metric_table import METRICS, REQUEST_BUCKETS_S
 from epp.shell.operators.metrics.telemetry import (
     EXEMPLARS_MAX,
@@ -127,10 +126,10 @@ def snapshot(count=4, **fields):
         ],
         ready=3,
         set_aside=1,
-        capture=CaptureSnapshot(
+        capture=JournalSnapshot(
             requests=5, events=9, dropped={"queue": 2, "disk": 0}, write_errors=1, bytes=4096
         ),
-        history=HistorySnapshot(records=7, dropped={"queue": 1}, write_errors=2, bytes=512),
+        history=JournalSnapshot(records=7, dropped={"queue": 1}, write_errors=2, bytes=512),
         shadow=shadow_totals(),
         indexes=[
             IndexStanding(

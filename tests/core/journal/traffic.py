@@ -1,13 +1,9 @@
-"""A busy pool of which everything is told: scrapes, restarts, moves, failures, ends."""
+"""A busy pool whose scrapes, restarts, moves, failures and ends are all recorded."""
 
 from random import Random
 
 from epp.configuration.build import build_settings, plugin_tables
 from epp.configuration.config import load_config
-from epp.core.capture.events import Configured
-from epp.core.capture.lines import Salt
-from epp.core.capture.transcript import Origin, Transcript
-from epp.core.capture.witness import CaptureWitness, Sample
 from epp.core.decision.inputs import (
     LoadReported,
     OutputStarted,
@@ -20,6 +16,10 @@ from epp.core.decision.inputs import (
     Tick,
 )
 from epp.core.decision.scheduler import Decision, Scheduler
+from epp.core.journal.events import Configured, Level, Opened
+from epp.core.journal.lines import Salt
+from epp.core.journal.transcript import Transcript
+from epp.core.journal.witness import CaptureWitness, Sample
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import AdapterReport, ApiKind, EndpointMetrics, MetricsTarget
@@ -73,15 +73,16 @@ def configured(text, generation=1):
 
 
 class Live:
-    """A witnessed picker and its transcript; what fails is raised."""
+    """A witnessed picker and the events of its journal; a failure of the witness is raised."""
 
     def __init__(self, text, *, seed=1, share=1.0):
         self.random = Random(f"{seed}:traffic")
-        salt = Salt(KEY)
-        self.transcript = Transcript(
-            Origin(name="live-0", seed=seed, share=share, unix_s=1000.0), salt
-        )
-        self.transcript.begin_file(0.0)
+        self.salt = salt = Salt(KEY)
+        self.seed, self.share = seed, share
+        self.transcript = Transcript(salt)
+        self.events = []
+        self.segments = 0
+        self.begin_segment()
         self.notes = []
         self.tell(configured(text))
         self.scheduler = Scheduler(settings_of(configured(text)), seed=seed)
@@ -97,7 +98,25 @@ class Live:
 
     def tell(self, note):
         self.notes.append(note)
-        self.transcript.note(note)
+        self.events.append(self.transcript.event(note))
+
+    def begin_segment(self):
+        """Begin a segment, which repeats the state."""
+        context = self.transcript.context()
+        opened = Opened(
+            level=Level.INPUTS,
+            origin="live-0",
+            segment=self.segments,
+            unix_s=1000.0,
+            context=len(context),
+            seed=self.seed,
+            salt=self.salt.identity,
+            share=self.share,
+            decisions=self.transcript.decisions,
+            block_tokens=self.transcript.block_tokens(),
+        )
+        self.segments += 1
+        self.events += [opened, *context]
 
     def failed(self, error):
         raise error

@@ -14,28 +14,6 @@ from typing import Any, Final
 
 from msgspec import Struct, field
 
-from epp.core.capture.events import (
-    Completed,
-    Configured,
-    Event,
-    FirstOutput,
-    Learnt,
-    Lost,
-    Observed,
-    Opened,
-    Replaced,
-    Reported,
-    Rescheduled,
-    Scheduled,
-    Streamed,
-    Told,
-    Unanswered,
-    Voided,
-    changes_of,
-    endpoint_of,
-    plain_input,
-)
-from epp.core.capture.lines import CaptureLine, pack_blocks, packed_chain
 from epp.core.decision.inputs import (
     BlocksChanged,
     EventsVoided,
@@ -53,6 +31,29 @@ from epp.core.decision.inputs import (
 )
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.journal.events import (
+    Completed,
+    Configured,
+    Event,
+    FirstOutput,
+    Learnt,
+    Lost,
+    Observed,
+    Opened,
+    Replaced,
+    Reported,
+    Rescheduled,
+    Scheduled,
+    Shape,
+    Streamed,
+    Told,
+    Unanswered,
+    Voided,
+    changes_of,
+    endpoint_of,
+    plain_input,
+)
+from epp.core.journal.lines import packed_chain
 from epp.core.knowledge.inflight import Ending, Lease, Outcome
 from epp.core.moment import Moment
 from epp.core.prompt.blocks import HASH_BYTES
@@ -94,11 +95,11 @@ class Reenacted(Struct, kw_only=True):
     lost: int = 0
     """Number of missing events."""
     gaps: int = 0
-    """Number of missing files."""
+    """Number of missing segments."""
     learnt: int = 0
     """Number of records shared by peers, which are not captured."""
     begins_late: bool = False
-    """True if events before the first file are missing, so the index starts empty."""
+    """True if events before the first segment are missing, so the index starts empty."""
     share: float = 1.0
     coarse: bool = False
     """True if the blocks of an index are not a multiple of the captured blocks; prompts have none
@@ -116,7 +117,7 @@ class Reenacted(Struct, kw_only=True):
         told = {
             f"{self.unknown:,} decisions are left out, because their requests are missing": self.unknown,
             f"{self.lost:,} events are missing": self.lost,
-            f"{self.gaps:,} files are missing": self.gaps,
+            f"{self.gaps:,} segments are missing": self.gaps,
             f"{self.learnt:,} records shared by peers are not captured": self.learnt,
             "the capture begins after the picker started, so its index begins empty": self.begins_late,
             f"{self.share:.0%} of the sessions are captured; requests in flight of the others are "
@@ -137,7 +138,7 @@ class Reenactment:
         self._scheduler: Scheduler | None = None
         self._seed = 0
         self._decisions = 0
-        self._file = -1
+        self._segment = -1
         self._endpoints: dict[int, Endpoint] = {}
         """Endpoints by the slot that the live picker gave them."""
         self._pages: dict[int, EndpointMetrics] = {}
@@ -151,8 +152,8 @@ class Reenactment:
         """Return the scheduler, or None before the first configuration."""
         return self._scheduler
 
-    def feed(self, event: Event, line: CaptureLine | None = None) -> Difference | None:
-        """Apply `event`; `line` is the request line of a `Scheduled` event, if it exists.
+    def feed(self, event: Event) -> Difference | None:
+        """Apply `event`.
 
         Return why a repeated decision differs, or None if it does not or none was made.
         """
@@ -168,24 +169,19 @@ class Reenactment:
             case _ if self._scheduler is None:
                 self.result.lost += 1
             case Scheduled():
-                return self._schedule(self._scheduler, event, line)
+                return self._schedule(self._scheduler, event)
             case _:
                 self._tell(self._scheduler, event)
         return None
 
     def _open(self, opened: Opened) -> None:
-        after, self._file = self._file, opened.file
+        after, self._segment = self._segment, opened.segment
         self._seed = opened.seed
         self.result.share = opened.share
-        if after >= 0 and opened.file == after + 1:
-            return
-        if after >= 0:
-            self.result.gaps += opened.file - after - 1
-        self.result.begins_late = self.result.begins_late or opened.configured is not None
-        self._decisions = opened.decisions
-        for event in (opened.configured, opened.replaced, *opened.observed):
-            if event is not None:
-                self.feed(event)
+        if after < 0 or opened.segment != after + 1:
+            self.result.gaps += opened.segment - after - 1 if after >= 0 else 0
+            self.result.begins_late = self.result.begins_late or bool(opened.context)
+            self._decisions = opened.decisions
 
     def _configure(self, event: Configured) -> None:
         settings = self._settings_of(event)
@@ -252,18 +248,16 @@ class Reenactment:
                 )
                 scheduler.take(RequestEnded(lease, outcome), event.at_s)
 
-    def _schedule(
-        self, scheduler: Scheduler, event: Scheduled, line: CaptureLine | None
-    ) -> Difference | None:
-        result = self.result
-        if line is None:
+    def _schedule(self, scheduler: Scheduler, event: Scheduled) -> Difference | None:
+        result, shape = self.result, event.shape
+        if shape is None:
             result.unknown += 1
             return None
         if event.decision:
             # Some pickers depend on the number of the decision, and some decisions may be missing.
             scheduler.decisions = event.decision - 1
         scheduler.take(PeersUnheard(event.replicas_unheard), event.at_s)
-        decision = scheduler.schedule(self._request(scheduler, event, line), event.at_s)
+        decision = scheduler.schedule(self._request(scheduler, event, shape), event.at_s)
         result.decisions += 1
         live = self._endpoints.get(event.slot)
         if isinstance(decision, Refusal):
@@ -300,36 +294,31 @@ class Reenactment:
                     return Difference.KNOWLEDGE
         return Difference.CHOICE
 
-    def _request(
-        self, scheduler: Scheduler, event: Scheduled, line: CaptureLine
-    ) -> InferenceRequest:
-        first = line.blocks or pack_blocks(block for block, _ in line.parts)
-        chains = tuple(map(packed_chain, (first, *line.more)))
+    def _request(self, scheduler: Scheduler, event: Scheduled, shape: Shape) -> InferenceRequest:
+        chains = tuple(map(packed_chain, shape.chains or (b"",)))
         subset = None if event.subset is None else tuple(map(self._address, event.subset))
         return InferenceRequest(
             request_id=str(event.request),
             api=event.api,
-            model=line.model,
-            prompt_tokens=line.prompt_tokens,
-            cache_salt=line.cache_salt,
+            model=shape.model,
+            prompt_tokens=shape.prompt_tokens,
+            cache_salt=shape.cache_salt,
             subset=subset,
-            priority=line.priority,
+            priority=shape.priority,
             stream=event.stream,
-            output_tokens_max=line.output_tokens_max,
-            session_id=line.session,
+            output_tokens_max=shape.output_tokens_max,
+            session_id=shape.session,
             chains={
                 size * BYTES_PER_TOKEN: tuple(
                     _every(chain, size, self._block_tokens) for chain in chains
                 )
                 for size in _block_sizes(scheduler.settings)
             },
-            token_chains={
-                self._block_tokens: tuple(packed_chain(chain) for chain in line.token_blocks)
-            }
-            if line.token_blocks
+            token_chains={self._block_tokens: tuple(map(packed_chain, shape.token_chains))}
+            if shape.token_chains
             else {},
-            media=[_items(line.media)],
-            moment=Moment(known_tokens=line.known_tokens),
+            media=[_items(shape.media)],
+            moment=Moment(known_tokens=shape.known_tokens),
         )
 
     def _own_slot(self, scheduler: Scheduler, slot: int) -> int | None:

@@ -1,23 +1,24 @@
-"""The events of a capture: a scheduler's inputs and decisions, one event per line, in order.
+"""The events of a journal at the level of inputs: what a scheduler received and decided, in order.
 
 A scheduler with the same seed that receives them in the same order decides the same again. It has
-no clock and no unseeded randomness. Text written by clients is not in the events. Models, sessions
-and salts are keyed hashes. So are the blocks of the requests, which are in the request lines of the
-capture.
+no clock and no unseeded randomness. Text written by clients is not in the events. Models, sessions,
+salts and the blocks of prompts are keyed hashes.
 """
 
 from array import array
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import Any, Final, TypeAlias
 
 import msgspec
 from msgspec import Struct, field
 
-from epp.core.capture.lines import Salt, pack_blocks, packed_chain
 from epp.core.decision.inputs import IndexMemoryLimited, Input, Tick
+from epp.core.journal.lines import Salt, pack_blocks, packed_chain
 from epp.core.kv_events.mirror import Changed
 from epp.core.kv_events.payload import DEVICE
 from epp.core.kv_events.stream import StreamState
+from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import (
     AdapterReport,
     ApiKind,
@@ -27,10 +28,20 @@ from epp.core.types import (
     Seconds,
 )
 
-EVENTS_FORMAT: Final = "homing-events"
-EVENTS_VERSION: Final = 1
+JOURNAL_FORMAT: Final = "homing-journal"
+JOURNAL_VERSION: Final = 1
+_PROMPT_TOKENS_MAX: Final = 10_000_000
 _UNDECIDING: Final = frozenset({"ttft_sum_s", "tier_hit_tokens"})
 """Scraped values that no decision depends on."""
+
+
+class Level(StrEnum):
+    """The level of detail of a journal."""
+
+    DECISIONS = "decisions"
+    """Decisions and refusals with their scores, outcomes, and the states of endpoints."""
+    INPUTS = "inputs"
+    """Everything that a scheduler needs to decide the same again."""
 
 
 class _Event(
@@ -86,34 +97,40 @@ class Observed(_Event, frozen=True, kw_only=True):
 
     slot: int
     page: EndpointMetrics | None = None
-    """Page as returned by `page_of`, or None if it equals the endpoint's previous page in this
-    file.
-    """
+    """Page as returned by `page_of`, or None if it equals the endpoint's previous page."""
 
 
 class Opened(_Event, frozen=True, kw_only=True):
-    """The first line of a file. Fields from `decisions` on are for readers that have not read
-    earlier files.
-    """
+    """The first record of a segment."""
 
-    format: str
-    version: int
+    format: str = JOURNAL_FORMAT
+    version: int = JOURNAL_VERSION
+    level: Level
     origin: str
-    """Origin of the process, whose files are numbered from 0."""
-    file: int
-    seed: int
-    salt: str
-    """Value of `Salt.identity`."""
-    share: float
-    """Share of the sessions that are captured."""
-    unix_s: float
-    """Offset from `at_s` to the time since 1970."""
+    """Origin of the process, whose segments are numbered from 0."""
+    segment: int
+    picker: str = ""
+    """Name of the pod, or "" if there is none."""
+    began_s: float = 0.0
+    """Unix time that is not after any record of the segment."""
+    unix_s: float = 0.0
+    """Offset from `at_s` of all events to the time since 1970."""
+    context: int = 0
+    """Number of the next records that repeat the state before the segment.
+
+    They are for readers that have not read the previous segment completely.
+    """
+    missing: int = 0
+    """Number of records that are missing before this segment."""
+    seed: int = 0
+    salt: str = ""
+    """Value of `Salt.identity`, or "" at the level of decisions."""
+    share: float = 1.0
+    """Share of the sessions that are recorded."""
     decisions: int = 0
-    """Number of decisions before this file."""
-    configured: Configured | None = None
-    replaced: Replaced | None = None
-    observed: tuple[Observed, ...] = ()
-    """Last observation of each endpoint."""
+    """Number of decisions before this segment."""
+    block_tokens: int = 64
+    """Number of tokens in a block of the requests in this segment."""
 
 
 class Unanswered(_Event, frozen=True, kw_only=True):
@@ -121,6 +138,25 @@ class Unanswered(_Event, frozen=True, kw_only=True):
 
     slot: int
     answered: bool
+
+
+class Shape(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """The parts of a request that affect its placement; all text is replaced by keyed hashes."""
+
+    model: str = ""
+    cache_salt: str = ""
+    session: str = ""
+    prompt_tokens: int
+    output_tokens_max: int | None = None
+    priority: int = 0
+    chains: tuple[bytes, ...] = ()
+    """Blocks of each prompt: a keyed hash of eight bytes for each, little-endian."""
+    token_chains: tuple[bytes, ...] = ()
+    """Blocks of each prompt over its token ids, if they are known."""
+    media: bytes = b""
+    """Eight bytes for each distinct image, audio or video, if an index uses them."""
+    known_tokens: int = 0
+    """Number of prompt tokens by the token ids, if it differs from `prompt_tokens`; 0 if unknown."""
 
 
 class Scheduled(_Event, frozen=True, kw_only=True):
@@ -142,6 +178,8 @@ class Scheduled(_Event, frozen=True, kw_only=True):
     subset: tuple[int, ...] | None = None
     """Ready slots that the gateway allowed, or None if it allowed all."""
     replicas_unheard: int = 0
+    shape: Shape | None = None
+    """The request, or None if it is missing."""
 
 
 class Reported(_Event, frozen=True, kw_only=True):
@@ -172,6 +210,10 @@ class Completed(_Event, frozen=True, kw_only=True):
     by_gateway: bool = False
     retry_after_s: Seconds | None = None
     """Pause that a 429 or 503 requested, or None if it requested none."""
+    output_tokens: int | None = None
+    """Length of the answer, or None if the engine did not report it."""
+    cached_tokens: int | None = None
+    """Prompt tokens that the engine found in its cache, or None if it did not report them."""
 
 
 class Ticked(_Event, frozen=True, kw_only=True):
@@ -261,7 +303,7 @@ class Voided(_Event, frozen=True, kw_only=True):
 
 
 class Lost(_Event, frozen=True, kw_only=True):
-    """The number of missing events before this one."""
+    """The number of records that are missing here."""
 
     events: int
 
@@ -314,20 +356,11 @@ class Seen(Struct, frozen=True, gc=False):
     metrics: EndpointMetrics
 
 
-class Ended(Struct, frozen=True, gc=False):
-    """The event `Completed`, with the usage that the engine reported."""
-
-    event: Completed
-    output_tokens: int | None
-    cached_tokens: int | None
-
-
 class Decided(Struct, frozen=True, gc=False):
-    """The event `Scheduled`, with the request and the name of its endpoint."""
+    """The event `Scheduled`, with the request before its text is hashed."""
 
     event: Scheduled
     asked: Asked
-    endpoint: str
 
 
 class Heard(Struct, frozen=True, gc=False):
@@ -341,8 +374,25 @@ class Heard(Struct, frozen=True, gc=False):
     rank: int
 
 
-Note: TypeAlias = Event | Seen | Decided | Ended | Heard
+Note: TypeAlias = Event | Seen | Decided | Heard
 """Records of a witness; they contain text as clients wrote it."""
+
+
+def shape_of(asked: Asked, salt: Salt) -> Shape:
+    """Return a request without text."""
+    known = 0 if asked.known_tokens == asked.prompt_tokens else asked.known_tokens
+    return Shape(
+        model=salt.name(asked.model),
+        cache_salt=salt.name(asked.cache_salt),
+        session=salt.name(asked.session),
+        prompt_tokens=min(max(1, asked.prompt_tokens), _PROMPT_TOKENS_MAX),
+        output_tokens_max=asked.output_tokens_max or None,
+        priority=asked.priority,
+        chains=tuple([salt.blocks(packed_chain(chain)) for chain in asked.chains]),
+        token_chains=tuple([salt.blocks(packed_chain(chain)) for chain in asked.token_chains]),
+        media=salt.blocks(b"".join(item[:HASH_BYTES] for item in asked.media)),
+        known_tokens=min(known, _PROMPT_TOKENS_MAX),
+    )
 
 
 def told_of(heard: Heard, salt: Salt) -> Told:

@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 
-from epp.core.capture.lines import NAMES_MAX, Salt, pack_blocks, packed_chain
+from epp.core.journal.lines import NAMES_MAX, Salt, pack_blocks, packed_chain
 
 ONE, OTHER = Salt(b"one key of many bytes"), Salt(b"another key of bytes")
 

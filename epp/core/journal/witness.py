@@ -10,26 +10,6 @@ from typing import Any, Final
 
 import xxhash
 
-from epp.core.capture.events import (
-    Asked,
-    Completed,
-    Decided,
-    Ended,
-    FirstOutput,
-    Heard,
-    Learnt,
-    Note,
-    Replaced,
-    Reported,
-    Rescheduled,
-    Scheduled,
-    Seen,
-    Streamed,
-    Unanswered,
-    Voided,
-    member_of,
-    plain_event,
-)
 from epp.core.decision.inputs import (
     BlocksChanged,
     Effects,
@@ -50,6 +30,25 @@ from epp.core.decision.inputs import (
 )
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.journal.events import (
+    Asked,
+    Completed,
+    Decided,
+    FirstOutput,
+    Heard,
+    Learnt,
+    Note,
+    Replaced,
+    Reported,
+    Rescheduled,
+    Scheduled,
+    Seen,
+    Streamed,
+    Unanswered,
+    Voided,
+    member_of,
+    plain_event,
+)
 from epp.core.knowledge.affinity import SESSION_HEADER
 from epp.core.knowledge.inflight import Lease, Outcome
 from epp.core.knowledge.load_report import read_load_report
@@ -253,10 +252,9 @@ class CaptureWitness:
             subset=subset,
             replicas_unheard=self._scheduler.replicas_unheard,
         )
-        if leg is None:
-            return Decided(event, asked, "")
-        self._numbers[leg.lease] = number
-        return Decided(event, asked, leg.endpoint.name)
+        if leg is not None:
+            self._numbers[leg.lease] = number
+        return Decided(event, asked)
 
 
 def _ignored(_: object) -> None:
@@ -292,16 +290,17 @@ def _of_engine(
             return Voided(at_s=now, slot=slot, rank=rank)
 
 
-def _ended(number: int, outcome: Outcome, now: Seconds) -> Ended:
-    event = Completed(
+def _ended(number: int, outcome: Outcome, now: Seconds) -> Completed:
+    return Completed(
         at_s=now,
         request=number,
         ending=outcome.ending.value,
         status=outcome.status,
         by_gateway=outcome.by_gateway,
         retry_after_s=outcome.retry_after_s,
+        output_tokens=outcome.output_tokens,
+        cached_tokens=outcome.cached_tokens,
     )
-    return Ended(event, outcome.output_tokens, outcome.cached_tokens)
 
 
 def _reported(number: int, header: str, now: Seconds) -> Reported:

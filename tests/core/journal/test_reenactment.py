@@ -2,14 +2,11 @@
 
 import struct
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from epp.core.capture.events import Event, Learnt, Lost, Streamed, Told, Voided
-from epp.core.capture.lines import CaptureLine
-from epp.core.capture.reenactment import Difference, Reenactment
 from epp.core.decision.inputs import (
     EventsHeard,
     EventsVoided,
@@ -18,33 +15,44 @@ from epp.core.decision.inputs import (
     StreamChanged,
 )
 from epp.core.decision.scheduler import Decision
+from epp.core.journal.events import Learnt, Lost, Scheduled, Streamed, Told, Voided
+from epp.core.journal.reenactment import Difference, Reenactment
 from epp.core.knowledge import hit_accuracy
 from epp.core.kv_events.payload import Cleared, Removed, Stored
 from epp.core.kv_events.stream import StreamState
 from epp.core.moment import Moment
 from epp.core.types import ApiKind, EndpointMetrics
+from epp.journal.frames import frame_of, record_of_frame
 from tests.builders import request
-from tests.core.capture.traffic import Live, document, settings_of
+from tests.core.journal.traffic import Live, document, settings_of
 
 PICKERS = ("max-score-picker", "random-picker", "weighted-random-picker")
 
 
-def read(transcript):
-    """Events and lines by number, through the bytes."""
-    transcript.finish()
-    requests, events = transcript.take()
-    lines = [msgspec.json.decode(line, type=CaptureLine) for line in requests.splitlines()[1:]]
-    return (
-        [msgspec.json.decode(line, type=Event) for line in events.splitlines()],
-        {line.request: line for line in lines},
-    )
+def read(live):
+    """Return the events as they come from a file."""
+    return [record_of_frame(frame_of(event)) for event in live.events]
 
 
-def done_again(events, lines, of=settings_of):
+def done_again(events, of=settings_of):
     again = Reenactment(of)
     for event in events:
-        again.feed(event, lines.get(getattr(event, "request", None)))
+        again.feed(event)
     return again
+
+
+def shapes(events):
+    return [event.shape for event in events if isinstance(event, Scheduled)]
+
+
+def reshaped(events, **fields):
+    """Return the events with other requests."""
+    return [
+        replace(event, shape=replace(event.shape, **fields))
+        if isinstance(event, Scheduled)
+        else event
+        for event in events
+    ]
 
 
 @settings(max_examples=5, deadline=None)
@@ -55,7 +63,7 @@ def test_every_decision_is_the_same_again(seed, picker):
     live.run(150)
     live.configure(document(picker=picker, weight=7))
     live.run(100)
-    result = done_again(*read(live.transcript)).result
+    result = done_again(read(live)).result
     assert result.decisions == len(live.decisions) == 250
     assert result.same == result.decisions, result.first
     assert result.caveats() == []
@@ -87,7 +95,7 @@ def test_corrections_by_engines_are_the_same_again(monkeypatch):
     live.now = 0.1
     for _ in range(3):
         live.run(100, endpoints=1)
-    again = done_again(*read(live.transcript))
+    again = done_again(read(live))
     (was,), (now,) = (
         [index.capacity_blocks(0) for index in scheduler.indexes.values()]
         for scheduler in (live.scheduler, again.scheduler)
@@ -102,7 +110,7 @@ def test_the_same_state_is_reached():
     """What is in flight at the end is what was."""
     live = Live(document())
     live.run(200)
-    again = done_again(*read(live.transcript))
+    again = done_again(read(live))
     for name in ("inflight_requests", "unreported_requests", "prefill_backlog_tokens"):
         was = getattr(live.scheduler.pool.columns, name).tolist()
         assert getattr(again.scheduler.pool.columns, name).tolist() == was
@@ -119,7 +127,7 @@ def test_several_prompts_and_a_subset_are_the_same_again():
         prompts = tuple(b"%d" % ((number + at) % 5) * 900 for at in range(3))
         allowed = ("192.168.1.2", "192.168.1.3:8000", "no such") if number % 2 else None
         live.ask(prompts=prompts, prompt_tokens=675, subset=allowed)
-    result = done_again(*read(live.transcript)).result
+    result = done_again(read(live)).result
     assert (result.decisions, result.same) == (40, 40)
 
 
@@ -127,12 +135,12 @@ def test_other_weights_would_have_decided_otherwise():
     """Each decision is judged by what the live picker knew, so differences do not add up."""
     live = Live(document(weight=2))
     live.run(300)
-    events, lines = read(live.transcript)
+    events = read(live)
 
     def without_queues(configured):
-        return settings_of(msgspec.structs.replace(configured, document=document(weight=0)))
+        return settings_of(replace(configured, document=document(weight=0)))
 
-    result = done_again(events, lines, without_queues).result
+    result = done_again(events, without_queues).result
     assert result.decisions == 300
     assert 0 < result.changed < 200
     assert set(result.differences) == {Difference.CHOICE}
@@ -140,46 +148,27 @@ def test_other_weights_would_have_decided_otherwise():
 
 
 def test_a_missing_past_is_named():
-    """The second file alone: pool and pages are there, the index is empty."""
+    """In the second segment alone, pool and pages are there, and the index is empty."""
     live = Live(document())
     live.run(200)
-    live.transcript.finish()
-    live.transcript.take()
-    live.transcript.begin_file(live.now)
+    live.events.clear()
+    live.begin_segment()
     live.run(100)
-    result = done_again(*read(live.transcript)).result
+    result = done_again(read(live)).result
     assert result.decisions == 100
     assert result.begins_late
     assert Difference.KNOWLEDGE in result.differences
     assert any("index begins empty" in sentence for sentence in result.caveats())
 
 
-def test_a_second_file_goes_on_where_the_first_ended():
-    """What is repeated at its beginning is not done twice."""
-    live = Live(document())
-    live.run(120)
-    first = live.transcript.take()
-    live.transcript.begin_file(live.now)
-    live.run(120)
-    live.transcript.finish()
-    second = live.transcript.take()
-    events, lines = [], {}
-    for requests, told in (first, second):
-        events += [msgspec.json.decode(line, type=Event) for line in told.splitlines()]
-        for line in requests.splitlines()[1:]:
-            found = msgspec.json.decode(line, type=CaptureLine)
-            lines[found.request] = found
-    result = done_again(events, lines).result
-    assert (result.decisions, result.same) == (240, 240)
-
-
 def test_what_is_missing_is_counted():
-    """A request without its line, events that were dropped, peers."""
+    """A request without its shape, records that were dropped, and records of peers."""
     live = Live(document())
     live.run(50)
-    events, lines = read(live.transcript)
-    del lines[7]
-    again = done_again([*events, Lost(events=3), Learnt(records=2)], lines)
+    events = read(live)
+    place = next(at for at, event in enumerate(events) if getattr(event, "request", -1) == 7)
+    events[place] = replace(events[place], shape=None)
+    again = done_again([*events, Lost(events=3), Learnt(records=2)])
     told = " / ".join(again.result.caveats())
     assert "1 decisions are left out" in told
     assert "3 events are missing" in told
@@ -190,8 +179,8 @@ def test_events_before_any_configuration_are_lost():
     """Nothing can be decided by them."""
     live = Live(document())
     live.run(10)
-    events, lines = read(live.transcript)
-    again = done_again(events[2:], lines)
+    events = read(live)
+    again = done_again(events[2:])
     assert again.scheduler is None
     assert again.result.lost == len(events) - 2
 
@@ -204,14 +193,14 @@ def test_an_index_of_longer_blocks_reads_every_so_many_hashes(tokens, changed):
     live.scrape()
     for _ in range(2):
         live.ask(prompts=(b"x" * 64 * 4 * 8,), prompt_tokens=512, model="base")
-    events, lines = read(live.transcript)
+    events = read(live)
 
     def longer(configured):
         index = f"plugins:\n- type: approx-prefix-cache-producer\n  parameters: {{blockSizeTokens: {tokens}}}"
         text = configured.document.replace("plugins:", index, 1)
-        return settings_of(msgspec.structs.replace(configured, document=text))
+        return settings_of(replace(configured, document=text))
 
-    again = done_again(events, lines, longer)
+    again = done_again(events, longer)
     assert again.result.coarse is changed
     held = again.scheduler.indexes["approx-prefix-cache-producer"]
     assert held.entries == (0 if changed else 4)
@@ -225,13 +214,13 @@ def test_a_share_takes_whole_conversations():
     for turn in range(3):
         for user in range(200):
             live.ask(session_id=f"user {user}", prompts=(b"turn %d " % turn * 100,))
-    events, lines = read(live.transcript)
+    events = read(live)
     sessions = {}
-    for line in lines.values():
-        sessions[line.session] = sessions.get(line.session, 0) + 1
+    for shape in shapes(events):
+        sessions[shape.session] = sessions.get(shape.session, 0) + 1
     assert set(sessions.values()) == {3}
     assert 35 < len(sessions) < 85
-    assert done_again(events, lines).result.share == 0.3
+    assert done_again(events).result.share == 0.3
 
 
 def test_without_a_session_the_conversation_stays_together():
@@ -307,10 +296,10 @@ def test_prompts_are_as_long_again_as_their_ids_said():
         if number % 4 == 3:
             other = live.endpoint((decision.lease.slot + 1) % 3)
             live.scheduler.take(ServedBy(decision.lease, other.address), live.now)
-    events, lines = read(live.transcript)
-    told = {(line.prompt_tokens, line.known_tokens) for line in lines.values()}
+    events = read(live)
+    told = {(shape.prompt_tokens, shape.known_tokens) for shape in shapes(events)}
     assert told == {(175, 350), (350, 0), (787, 350), (175, 0), (787, 0)}
-    again = done_again(events, lines)
+    again = done_again(events)
     assert (again.result.decisions, again.result.same) == (60, 60), again.result.first
     columns, those = live.scheduler.pool.columns, again.scheduler.pool.columns
     assert those.inflight_context_tokens.tolist() == columns.inflight_context_tokens.tolist()
@@ -346,16 +335,16 @@ def test_what_engines_said_is_done_again():
         if number % 30 == 29:
             live.scheduler.take(EventsVoided(2, rank=2), live.now)
     assert matched > 50
-    events, lines = read(live.transcript)
-    result = done_again(events, lines).result
+    events = read(live)
+    result = done_again(events).result
     assert (result.decisions, result.same) == (80, 80), result.first
     told = {type(event) for event in events}
     assert {Told, Streamed, Voided} <= told
-    looked_up = [bool(line.token_blocks) for line in lines.values()]
+    looked_up = [bool(shape.token_chains) for shape in shapes(events)]
     # Adapters are served there: a name is another until an engine holds what was asked under it.
     assert 0 < looked_up.count(False) < 5
     without = [event for event in events if not isinstance(event, Told)]
-    assert Difference.KNOWLEDGE in done_again(without, lines).result.differences
+    assert Difference.KNOWLEDGE in done_again(without).result.differences
 
 
 def test_where_an_image_went_is_done_again():
@@ -374,10 +363,8 @@ def test_where_an_image_went_is_done_again():
         live.scrape()
         shown = b"image_url\xfa%032x\xfd" % (number * number % 7 << 96)
         live.ask(api=ApiKind.CHAT, prompts=(shown + b"what is it?\xf8",), priority=0)
-    events, lines = read(live.transcript)
-    result = done_again(events, lines).result
+    events = read(live)
+    result = done_again(events).result
     assert (result.decisions, result.same) == (60, 60), result.first
-    assert {len(line.media) for line in lines.values()} == {8}
-    for line in lines.values():
-        line.media = b""
-    assert done_again(events, lines).result.changed > 10
+    assert {len(shape.media) for shape in shapes(events)} == {8}
+    assert done_again(reshaped(events, media=b"")).result.changed > 10

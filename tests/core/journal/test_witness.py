@@ -2,13 +2,13 @@
 
 import pytest
 
-from epp.core.capture.events import Completed, Decided, Ended, Learnt, Seen, Ticked
-from epp.core.capture.witness import NAME_CHARACTERS_MAX, PROMPTS_MAX, Sample
 from epp.core.decision.inputs import PeerRecorded, Tick
 from epp.core.decision.scheduler import Decision, Scheduler
+from epp.core.journal.events import Completed, Decided, Learnt, Seen, Ticked
+from epp.core.journal.witness import NAME_CHARACTERS_MAX, PROMPTS_MAX, Sample
 from epp.core.types import ApiKind
 from tests.builders import request
-from tests.core.capture.traffic import Live, configured, document, settings_of
+from tests.core.journal.traffic import Live, configured, document, settings_of
 
 CHAT = b"\xf9system: be nice\xf8"
 
@@ -48,8 +48,7 @@ def test_every_input_is_noted_in_its_order():
     live.scheduler.take(Tick(), 1.0)
     live.end()
     kinds = [type(note) for note in live.notes]
-    assert kinds.index(Seen) < kinds.index(Decided) < kinds.index(Ticked) < kinds.index(Ended)
-    assert isinstance(next(n for n in live.notes if type(n) is Ended).event, Completed)
+    assert kinds.index(Seen) < kinds.index(Decided) < kinds.index(Ticked) < kinds.index(Completed)
     assert not live.witness._numbers
 
 
@@ -57,7 +56,7 @@ def test_what_is_not_sampled_is_not_noted():
     """Neither the decision nor the end."""
     live = Live(document(), share=1e-18)
     live.run(60)
-    assert not [note for note in live.notes if isinstance(note, Decided | Ended)]
+    assert not [note for note in live.notes if isinstance(note, Decided | Completed)]
     assert len(live.decisions) == 60
 
 

@@ -1,4 +1,4 @@
-"""Events through JSON: the scrape and the endpoint again, and the documentation's list of them."""
+"""Events through bytes: the scrape and the endpoint again, and the documentation's list of them."""
 
 import math
 import re
@@ -8,8 +8,10 @@ from typing import get_args
 import msgspec
 import pytest
 
-from epp.core.capture.events import (
+from epp.core.decision.inputs import IndexMemoryLimited, ScrapeFailed, Tick
+from epp.core.journal.events import (
     PLAIN,
+    Asked,
     Event,
     Observed,
     Opened,
@@ -19,9 +21,9 @@ from epp.core.capture.events import (
     plain_event,
     plain_input,
     same_page,
+    shape_of,
 )
-from epp.core.capture.lines import Salt
-from epp.core.decision.inputs import IndexMemoryLimited, ScrapeFailed, Tick
+from epp.core.journal.lines import Salt
 from epp.core.types import AdapterReport, EndpointMetrics, MetricsTarget
 from tests.builders import endpoint
 
@@ -48,8 +50,8 @@ WHOLE = EndpointMetrics(
 """All but adapters, whose names are hashed."""
 
 
-def through_json(event):
-    return msgspec.json.decode(msgspec.json.encode(event), type=Event)
+def through_bytes(event):
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(event), type=Event)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,7 @@ def through_json(event):
 def test_a_scrape_comes_back_as_it_was(metrics):
     """What it did not tell is not told again; floats are exact."""
     page = page_of(metrics, SALT)
-    again = through_json(Observed(at_s=0.1 + 0.2, slot=1, page=page)).page
+    again = through_bytes(Observed(at_s=0.1 + 0.2, slot=1, page=page)).page
     assert same_page(again, page)
     told = msgspec.structs.asdict(again)
     for name, value in msgspec.structs.asdict(metrics).items():
@@ -112,7 +114,7 @@ def test_an_endpoint_comes_back_but_for_where_it_is_scraped(metrics):
 @pytest.mark.parametrize("given", [Tick(), IndexMemoryLimited(0.25)])
 def test_an_input_that_is_noted_as_it_is_comes_back(given):
     """With the time, and by the tag of its event."""
-    event = through_json(plain_event(given, 1.5))
+    event = through_bytes(plain_event(given, 1.5))
     assert (event.at_s, plain_input(event)) == (1.5, given)
 
 
@@ -127,6 +129,23 @@ def test_the_documentation_lists_every_event():
     """And its example of the first line is one."""
     listed = set(re.findall(r"`(\w+)`", PAGE.partition("| event |")[2].partition("\n\n")[0]))
     names = {kind.__struct_config__.tag for kind in get_args(Event)}
-    assert names - {"opened"} <= listed
+    assert names <= listed
     example = re.findall(r"```json\n(.*?)\n```", PAGE, re.DOTALL)[-1]
     assert isinstance(msgspec.json.decode(example, type=Event), Opened)
+
+
+def test_a_shape_has_no_text():
+    """Names and blocks are keyed hashes; a length beyond all limits is cut."""
+    asked = Asked(
+        *("c4n4ry", "c4n4ry", "c4n4ry", 10**9, 0, -1),
+        chains=(b"c4n4ry--" * 2, b""),
+        token_chains=(b"c4n4ry--",),
+        media=(b"c4n4ry--" * 4,),
+        known_tokens=10**9,
+    )
+    shape = shape_of(asked, SALT)
+    assert b"c4n4ry" not in msgspec.msgpack.encode(shape)
+    assert (len(shape.model), len(shape.session), len(shape.cache_salt)) == (16, 16, 16)
+    assert list(map(len, shape.chains)) == [16, 0]
+    assert (len(shape.media), len(shape.token_chains[0])) == (8, 8)
+    assert (shape.prompt_tokens, shape.output_tokens_max, shape.known_tokens) == (10**7, None, 0)

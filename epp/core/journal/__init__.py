@@ -1,0 +1,1 @@
+"""What a scheduler received and decided: recorded without text, and decided again."""

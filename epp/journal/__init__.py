@@ -1,0 +1,1 @@
+"""The journal in files: its format and its reader, with readers of older formats."""

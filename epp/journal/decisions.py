@@ -1,0 +1,277 @@
+"""Past decisions in the files of a journal, each with its outcome, and what happened meanwhile."""
+
+import struct
+from collections.abc import Iterator
+from datetime import UTC, datetime, time, timedelta
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+from epp.configuration.build import plugin_tables
+from epp.configuration.config import ConfigError
+from epp.configuration.document import decode
+from epp.core.decision.plugin import TellsCost
+from epp.core.duration import parse_duration
+from epp.core.journal.events import Level, Lost, Opened
+from epp.journal.decision_record import (
+    DECIDED,
+    PACKED_FROM,
+    REFUSED,
+    Decided,
+    Ended,
+    Refused,
+    Served,
+    end_of,
+    kept_at_s,
+    unpack_decided,
+    unpack_number,
+    unpack_refused,
+    unpack_served,
+)
+from epp.journal.frames import ENDED, ended_of
+from epp.journal.problem import JournalError
+from epp.journal.reading import Read, journals
+from epp.journal.records import (
+    Applied,
+    RefusedDocument,
+    States,
+    ToldApplied,
+    ToldPlugin,
+    ToldRefused,
+    ToldSetting,
+    ToldStates,
+)
+
+OPEN_MAX: Final = 65_536
+"""Maximum number of decisions that wait for their end; the oldest are returned without it."""
+ENDS_S: Final = 900.0
+"""Time in seconds after the last decision for which ends are searched."""
+SLACK_S: Final = 60.0
+"""Tolerance in seconds for clocks, and between a decision and its record."""
+_DAY: Final = timedelta(days=1)
+
+
+class Setting(Struct, frozen=True):
+    """The parts of a configuration that rows of its decisions need."""
+
+    generation: int
+    """Generation of the configuration, or 0 if unknown."""
+    scorers: tuple[str, ...]
+    weights: tuple[float, ...]
+    by_blocks: tuple[str, ...] = ()
+    """Names of scorers whose part is the share of matched blocks."""
+    costs: tuple[TellsCost | None, ...] = ()
+    """Scorers that can list the parts of their cost; None for others."""
+
+
+NO_SETTING: Final = Setting(0, (), ())
+
+
+class PastDecision(Struct, frozen=True, kw_only=True):
+    """A decision with its outcome."""
+
+    at_s: float
+    picker: str
+    told: Decided
+    setting: Setting
+    states: States
+    """States of endpoints that were not simply ready."""
+    end: Ended | None
+    served: Served | None
+    """Endpoint that the gateway used instead, or None."""
+
+
+class PastRefusal(Struct, frozen=True, kw_only=True):
+    at_s: float
+    picker: str
+    told: Refused
+    states: States
+
+
+class PastStates(Struct, frozen=True, kw_only=True):
+    """The states of endpoints that were not simply ready for this picker, from this time on."""
+
+    at_s: float
+    picker: str
+    states: States
+
+
+class PastChange(Struct, frozen=True, kw_only=True):
+    """A document that came into force or was rejected."""
+
+    at_s: float
+    picker: str
+    change: Applied | RefusedDocument
+
+
+class PastLoss(Struct, frozen=True, kw_only=True):
+    """A number of missing records, from about this time on."""
+
+    at_s: float
+    picker: str
+    records: int
+
+
+Past: TypeAlias = PastDecision | PastRefusal | PastStates | PastChange | PastLoss
+
+
+def moment_of(text: str, now_s: float) -> float:
+    """Parse a time: "02:10" (the last one), a date with a time, or an age like "30m".
+
+    Return Unix time. Times are in UTC unless they have another zone. Raises `JournalError`.
+    """
+    now = datetime.fromtimestamp(now_s, UTC)
+    try:
+        if "-" in text[1:]:
+            moment = datetime.fromisoformat(text)
+            return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+        if ":" in text:
+            moment = datetime.combine(now.date(), time.fromisoformat(text), UTC)
+            return (moment if moment <= now else moment - _DAY).timestamp()
+        return now_s - parse_duration(text)
+    except ValueError as error:
+        raise JournalError(
+            f"{text!r} is not a time such as 02:10 or 2026-03-02T02:10, or an age such as 30m"
+        ) from error
+
+
+def read_past(folder: Path, since_s: float, until_s: float) -> Iterator[Past]:
+    """Yield the records from `since_s` until `until_s`; a decision follows when its end is found.
+
+    Processes are read one after another, so that records of several are not in order of time.
+    Raises `JournalError`.
+    """
+    for journal in journals(folder, Level.DECISIONS):
+        reader = _Reader(since_s, until_s)
+        for record in journal.records(since_s - SLACK_S, until_s + ENDS_S + SLACK_S):
+            for past in reader.read(record):
+                if since_s <= past.at_s <= until_s:
+                    yield past
+        yield from reader.rest()
+
+
+def changes_in(folder: Path) -> list[PastChange]:
+    """Return the known configuration changes, oldest first. Raises `JournalError`."""
+    found: list[PastChange] = []
+    for journal in journals(folder, Level.DECISIONS):
+        reader = _Reader(0.0, 0.0)
+        # Each segment starts with the changes before it.
+        read = (past for record in journal.newest_records() for past in reader.read(record))
+        found += [one for one in read if isinstance(one, PastChange)]
+    return sorted(found, key=lambda one: one.at_s)
+
+
+class _Reader:
+    """A reader of the records of one process, in order."""
+
+    def __init__(self, since_s: float, until_s: float) -> None:
+        """Decisions before `since_s` and after `until_s` are left out."""
+        self._since_s, self._until_s = since_s, until_s
+        self._picker = ""
+        self._now_s = 0.0
+        """Time of the last record."""
+        self._settings: dict[int, Setting] = {}
+        self._states: dict[int, States] = {0: {}}
+        self._changes: set[tuple[float, int]] = set()
+        self._open: dict[int, bytes] = {}
+        """Records of decisions without end by number, oldest first."""
+        self._served: dict[int, Served] = {}
+
+    def read(self, record: Read) -> Iterator[Past]:
+        """Yield what is known completely after `record`."""
+        if not isinstance(record, bytes):
+            yield from self._told(record)
+            return
+        try:
+            if record[:1] == ENDED:
+                number, head = ended_of(record)
+                decided = self._open.pop(number, None)
+                if decided is not None:
+                    yield self._decision(head + decided[len(head) :])
+                return
+            self._now_s = kept_at_s(record)
+            if self._since_s <= self._now_s <= self._until_s:
+                yield from self._record(record)
+        except (msgspec.DecodeError, struct.error) as error:
+            raise JournalError(
+                f"a journal of {self._picker or 'a picker'} contains records that this version "
+                "does not understand"
+            ) from error
+
+    def rest(self) -> Iterator[Past]:
+        """Yield decisions whose end was not found."""
+        opened, self._open = self._open, {}
+        yield from map(self._decision, opened.values())
+
+    def _record(self, record: bytes) -> Iterator[Past]:
+        kind, packed = record[:1], memoryview(record)[PACKED_FROM:]
+        if kind == DECIDED:
+            self._open[unpack_number(packed).number] = record
+            if len(self._open) > OPEN_MAX:
+                yield self._decision(self._open.pop(next(iter(self._open))))
+        elif kind == REFUSED:
+            told = unpack_refused(packed)
+            yield PastRefusal(
+                at_s=kept_at_s(record),
+                picker=self._picker,
+                told=told,
+                states=self._states.get(told.states, {}),
+            )
+        else:
+            served = unpack_served(packed)
+            if served.number in self._open:
+                self._served[served.number] = served
+
+    def _decision(self, record: bytes) -> PastDecision:
+        told = unpack_decided(memoryview(record)[PACKED_FROM:])
+        return PastDecision(
+            at_s=kept_at_s(record),
+            picker=self._picker,
+            told=told,
+            setting=self._settings.get(told.setting, NO_SETTING),
+            states=self._states.get(told.states, {}),
+            end=end_of(record),
+            served=self._served.pop(told.number, None),
+        )
+
+    def _told(self, record: Read) -> Iterator[Past]:
+        picker = self._picker
+        match record:
+            case Opened():
+                self._picker, self._now_s = record.picker, record.began_s
+            case ToldSetting():
+                self._settings[record.number] = Setting(
+                    record.generation,
+                    record.scorers,
+                    record.weights,
+                    record.by_blocks,
+                    tuple(map(_teller, record.costs)),
+                )
+            case ToldStates(number=number, at_s=at_s, states=states):
+                if number not in self._states:
+                    self._states[number] = states
+                    yield PastStates(at_s=at_s, picker=picker, states=states)
+            case ToldApplied(document=applied):
+                if (applied.at_s, applied.generation) not in self._changes:
+                    self._changes.add((applied.at_s, applied.generation))
+                    yield PastChange(at_s=applied.at_s, picker=picker, change=applied)
+            case ToldRefused(document=document):
+                yield PastChange(at_s=document.at_s, picker=picker, change=document)
+            case Lost(events=records):
+                yield PastLoss(at_s=self._now_s, picker=picker, records=records)
+
+
+def _teller(told: ToldPlugin | None) -> TellsCost | None:
+    """Return the plugin, or None if it is not installed or has other parameters."""
+    if told is None:
+        return None
+    try:
+        kind = plugin_tables().scorers.get(told.type_name)
+        if kind is None:
+            return None
+        made: Any = msgspec.msgpack.decode(told.parameters, type=kind, dec_hook=decode)
+    except (ConfigError, msgspec.ValidationError, ValueError):
+        return None
+    return made if kind.abilities.tells_cost else None

@@ -1,0 +1,218 @@
+"""Read the files of a journal, with or without a picker that is writing them.
+
+Files of the formats before are read as if they were segments of a journal (`old_captures`,
+`old_histories`).
+"""
+
+import gzip
+import math
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import msgspec
+from msgspec import Struct, structs
+
+from epp.core.expectation import misfit
+from epp.core.journal.events import JOURNAL_FORMAT, JOURNAL_VERSION, Event, Level, Lost, Opened
+from epp.core.journal.requests import request_lines
+from epp.journal.frames import (
+    FRAME_BYTES_MAX,
+    LENGTH,
+    PACKED,
+    SEGMENT_NAME,
+    record_of_frame,
+)
+from epp.journal.old_captures import (
+    EVENTS_NAME,
+    REQUESTS_NAME,
+    CapturedRequests,
+    capture_records,
+    header_block_sizes,
+    request_texts,
+)
+from epp.journal.old_histories import HISTORY_NAME, history_records
+from epp.journal.problem import JournalError
+from epp.journal.records import Record, ToldApplied, ToldRefused, ToldSetting, ToldStates
+
+FLAGS: Final[Mapping[Level, str]] = {Level.DECISIONS: "--decisions-dir", Level.INPUTS: "--capture"}
+
+Read: TypeAlias = bytes | Record
+"""A packed record of a decision, a refusal or an end as bytes, or any other record."""
+_encode: Final = msgspec.json.Encoder().encode
+_CUT: Final = b""
+"""The last record of a segment whose end is missing or broken."""
+FILE_NAMES: Final[Mapping[Level, tuple[re.Pattern[str], ...]]] = {
+    Level.DECISIONS: (SEGMENT_NAME[Level.DECISIONS], HISTORY_NAME),
+    Level.INPUTS: (SEGMENT_NAME[Level.INPUTS], EVENTS_NAME, REQUESTS_NAME),
+}
+"""Patterns of the names of all files of a level, whose groups are origin and number."""
+
+
+class Segments(Struct, frozen=True, kw_only=True):
+    """The segments of one process at one level, in order."""
+
+    origin: str
+    level: Level
+    files: tuple[Path, ...]
+    requests: tuple[Path, ...] = ()
+    """Files with the requests, in captures of the old format."""
+
+    def records(self, since_s: float = -math.inf, until_s: float = math.inf) -> Iterator[Read]:
+        """Yield the records in order, each segment after its `Opened`.
+
+        The state that a segment repeats is left out if the segment before was read completely.
+        Files last written before `since_s` are skipped, and reading ends at the first segment that
+        began after `until_s`, both in Unix time. Raises `JournalError`.
+        """
+        requests = CapturedRequests(self.requests)
+        last, cut = -2, False
+        for path in self.files:
+            found = _records_in(path, requests, since_s)
+            opened = _opened(next(found, None), path, self.level)
+            if opened is None:
+                last = -2
+                continue
+            if opened.began_s > until_s:
+                return
+            yield opened
+            missing = opened.missing + cut
+            if missing:
+                yield Lost(events=missing)
+            goes_on = opened.segment == last + 1 and not missing
+            last, cut = opened.segment, False
+            for at, record in enumerate(found):
+                # Nobody knows how many records were behind the place where a file is broken.
+                cut = record is _CUT
+                if not cut and (at >= opened.context or not goes_on):
+                    yield record
+
+    def newest_records(self) -> Iterator[Read]:
+        """Yield the records of the last segment, including the state that it repeats."""
+        return structs.replace(self, files=self.files[-1:]).records()
+
+    def block_sizes(self) -> set[int]:
+        """Return the block sizes in tokens of the requests, one size for each segment at most."""
+        if self.requests:
+            return header_block_sizes(self.requests)
+        firsts = [next(_records_in(path), None) for path in self.files]
+        return {first.block_tokens for first in firsts if isinstance(first, Opened)}
+
+    def request_lines(self) -> Iterator[bytes]:
+        """Yield the lines of the requests for a trace, at most `BEHIND_MAX` requests late."""
+        if self.requests:
+            yield from request_texts(self.requests)
+        else:
+            for line in request_lines(self.events()):
+                yield _encode(line) + b"\n"
+
+    def events(self) -> Iterator[Event]:
+        """Yield the events of a journal at the level of inputs."""
+        for record in self.records():
+            if not isinstance(record, bytes | ToldSetting | ToldStates | ToldApplied | ToldRefused):
+                yield record
+
+
+def journals(folder: Path, *levels: Level) -> list[Segments]:
+    """Return the segments of each process in `folder` and its subfolders, oldest process first.
+
+    They have the first of `levels` that the process has files of. Raises `JournalError`.
+    """
+    try:
+        within = [entry for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+        places = [folder, *sorted(Path(entry.path) for entry in within)]
+        paths = [Path(entry.path) for place in places for entry in os.scandir(place)]
+    except OSError as error:
+        raise JournalError(f"{folder} cannot be read: {error.strerror}") from error
+    requests = _by_origin(paths, (REQUESTS_NAME,))
+    found: dict[str, Segments] = {}
+    for level in levels:
+        files = _by_origin(paths, FILE_NAMES[level][:2])
+        asked = requests if level is Level.INPUTS else {}
+        for origin in files | asked:
+            segments = Segments(
+                origin=origin,
+                level=level,
+                files=files.get(origin, ()),
+                requests=asked.get(origin, ()),
+            )
+            found.setdefault(origin, segments)
+    if not found:
+        flags = " or ".join(FLAGS[level] for level in levels)
+        raise JournalError(f"{folder} contains no journal, expected files of `epp serve {flags}`")
+    return [found[origin] for origin in sorted(found)]
+
+
+def _by_origin(
+    paths: Iterable[Path], names: Iterable[re.Pattern[str]]
+) -> dict[str, tuple[Path, ...]]:
+    found: dict[str, dict[int, Path]] = {}
+    for path in paths:
+        for pattern in names:
+            if name := pattern.fullmatch(path.name):
+                found.setdefault(name[1], {}).setdefault(int(name[2]), path)
+    return {origin: tuple(files[at] for at in sorted(files)) for origin, files in found.items()}
+
+
+def _records_in(
+    path: Path, requests: CapturedRequests | None = None, since_s: float = -math.inf
+) -> Iterator[Read]:
+    """Yield the records of a segment, and `_CUT` if its end is missing; none of an older file."""
+    try:
+        if path.stat().st_mtime < since_s:
+            return
+        if EVENTS_NAME.fullmatch(path.name):
+            yield from capture_records(path, requests or CapturedRequests(()))
+        elif HISTORY_NAME.fullmatch(path.name):
+            yield from history_records(path, frames_of(path))
+        else:
+            for frame in frames_of(path):
+                yield frame if frame[:1] in PACKED else _record(frame, path)
+    except (EOFError, gzip.BadGzipFile, zlib.error, FileNotFoundError):
+        # The writer was killed or is still writing, or has just removed its oldest file.
+        yield _CUT
+    except OSError as error:
+        raise JournalError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def frames_of(path: Path) -> Iterator[bytes]:
+    """Yield the complete frames of a file.
+
+    Raises `JournalError` for a frame that is too long, and `EOFError`, `zlib.error` or
+    `gzip.BadGzipFile` where the file is cut off or broken.
+    """
+    with gzip.open(path) as file:
+        while length := file.read(LENGTH.size):
+            count = LENGTH.unpack(length)[0] if len(length) == LENGTH.size else 0
+            if count > FRAME_BYTES_MAX:
+                raise JournalError(f"{path} is broken: it has a frame of {count} bytes")
+            frame = file.read(count)
+            if not count or len(frame) < count:
+                raise EOFError
+            yield frame
+
+
+def _record(frame: bytes, path: Path) -> Record:
+    try:
+        return record_of_frame(frame)
+    except msgspec.DecodeError as error:
+        raise JournalError(misfit(str(path), error, Record)) from None
+
+
+def _opened(first: Read | None, path: Path, level: Level) -> Opened | None:
+    """Return the first record, or None if the file has no complete one."""
+    if first is None or first == _CUT:
+        return None
+    if not isinstance(first, Opened):
+        raise JournalError(f"{path} does not begin with an `opened` record")
+    if (first.format, first.version) != (JOURNAL_FORMAT, JOURNAL_VERSION):
+        raise JournalError(
+            f"{path}: expected {JOURNAL_FORMAT} version {JOURNAL_VERSION}, got {first.format} "
+            f"{first.version}"
+        )
+    if first.level is not level:
+        raise JournalError(f"{path} has the level {first.level}, expected {level}")
+    return first

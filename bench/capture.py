@@ -15,14 +15,14 @@ from epp.configuration.build import build_settings, default_config, plugin_table
 from epp.core.decision.inputs import PageScraped, PoolReplaced, RequestEnded
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.decision.settings import SchedulerSettings
-from epp.core.journal.events import Configured, Note
+from epp.core.journal.events import Note
 from epp.core.journal.lines import Salt
-from epp.core.journal.transcript import Origin, Transcript
+from epp.core.journal.transcript import Transcript
 from epp.core.journal.witness import CaptureWitness, Sample
 from epp.core.knowledge.inflight import Outcome
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import ApiKind, Endpoint, EndpointMetrics
-from epp.shell.files.segment_folder import packed
+from epp.journal.frames import frame_of, framed, packed_frames
 
 ENDPOINTS = 32
 SIZES = {8: (500, 100), 440: (50, 20)}
@@ -115,25 +115,18 @@ def size_rows(size_kb: int) -> list[tuple[str, str]]:
 
     took_us(witnessed(1.0))
     told = notes[-2 * calls :]
-    transcript = Transcript(
-        Origin(name="bench", seed=1, share=1.0, unix_s=0.0), Salt(b"of bench alone, 20")
+    transcript = Transcript(Salt(b"of bench alone, 20"))
+    frames_us = best_us(
+        lambda note: frame_of(transcript.event(note)), lambda: told, batches=BATCHES
     )
-    transcript.begin_file(0.0)
-    transcript.note(
-        Configured(
-            generation=1, hash="", document="", metrics_staleness_s=2.0, refresh_interval_s=0.2
-        )
+    frames = b"".join(framed(frame_of(transcript.event(note))) for note in told)
+    packed_us = best_us(
+        lambda part: packed_frames(part, len(told)), lambda: [frames], batches=BATCHES
     )
-    lines_us = best_us(transcript.note, lambda: told, batches=BATCHES) * 2
-    transcript.take()
-    for note in told:
-        transcript.note(note)
-    lines = transcript.take()
-    packed_us = best_us(packed, lambda: lines, batches=BATCHES) * len(lines) / calls
-    packed_bytes = sum(len(packed(part)) for part in lines)
-    rows.append((f"{what}, its lines, on the thread", f"{lines_us:.1f} µs"))
-    rows.append((f"{what}, to pack them", f"{packed_us:.1f} µs"))
-    rows.append((f"{what}, its lines, packed", f"{packed_bytes / calls:.0f} bytes"))
+    packed_bytes = len(packed_frames(frames, len(told)))
+    rows.append((f"{what}, its records, on the thread", f"{2 * frames_us:.1f} µs"))
+    rows.append((f"{what}, to pack them", f"{packed_us / calls:.1f} µs"))
+    rows.append((f"{what}, its records, packed", f"{packed_bytes / calls:.0f} bytes"))
     return rows
 
 

@@ -9,8 +9,6 @@ import os
 import sys
 from pathlib import Path
 
-from epp.shell.operators.decisions.decision_history import DecisionHistory
-
 import epp.core.protocol.session
 import epp.shell.gateway.ext_proc
 import epp.shell.operators.decisions.recent_decisions
@@ -32,6 +30,7 @@ from epp.shell.gateway.sessions import Sessions
 from epp.shell.gateway.wire import Decoder
 from epp.shell.kubernetes.list_watch import ListWatch
 from epp.shell.operators.decisions.recent_decisions import RecentDecisions
+from epp.shell.operators.journal import DecisionsFolder
 from epp.shell.operators.live.live_view import LiveView
 from epp.shell.operators.logs.decision_log import DecisionLog
 from epp.shell.operators.metrics.telemetry import PoolCollector, Telemetry
@@ -79,7 +78,7 @@ PAGES = {
     "decisions-page": (RecentDecisions, "rows"),
     "explain-page": (epp.shell.operators.pages.debug_pages, "explanation"),
     "live-page": (LiveView, "look"),
-    "history-tell": (DecisionHistory, "tell"),
+    "history-tell": (DecisionsFolder, "tell"),
     "config-page": (epp.shell.operators.pages.debug_pages, "explain"),
 }
 """Fail when a page is asked for."""

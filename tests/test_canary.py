@@ -19,7 +19,6 @@ import pytest
 from aiohttp import ClientError, ClientSession, web
 from aiohttp.test_utils import TestServer
 from envoy_data_plane.envoy.service.ext_proc import v3
-from epp.configuration.past_decisions import lines_of
 
 from epp.journal.decisions import read_past
 from tests import gateway as gw
@@ -249,15 +248,12 @@ class Canary:
             writer.close()
 
     def captured(self):
-        """The lines of all files of the capture."""
-        return {path.name: b"".join(lines_of(path)).decode() for path in self._capture.iterdir()}
+        """Return the content of all files of the capture."""
+        return _contents(self._capture)
 
     def kept(self):
-        """What the files of decisions hold, as it stands there."""
-        return {
-            path.name: gzip.decompress(path.read_bytes()).decode("utf-8", "replace")
-            for path in self._decisions.iterdir()
-        }
+        """Return the content of all files of decisions."""
+        return _contents(self._decisions)
 
     def leaks(self):
         """(while what failed, around the secret)."""
@@ -270,6 +266,13 @@ class Canary:
             for marker in ENCODED
             if (at := text.lower().find(marker.lower())) >= 0
         ]
+
+
+def _contents(folder):
+    return {
+        path.name: gzip.decompress(path.read_bytes()).decode("utf-8", "replace")
+        for path in folder.iterdir()
+    }
 
 
 def config_map(text):
@@ -396,8 +399,8 @@ async def test_nothing_leaks_whatever_fails(log_format, transport, tmp_path):
         assert 'homing_telemetry_failures_total{event="trace_decided"}' in page
         assert "shown-model" in str(bird.collected.requests)
         captured = " ".join(bird.captured().values())
-        assert captured.count('"end_s"') > 10
-        assert captured.count('"event":"observed"') > 10
+        assert captured.count("completed") > 10
+        assert captured.count("observed") > 10
         assert "shown-" not in captured
         kept = "".join(bird.kept().values())
         assert "shown-id" in kept

@@ -11,8 +11,8 @@ from epp.__main__ import main
 from epp.commands.check_config import check_config
 from epp.configuration.config import DEFAULT_CONFIG
 from epp.flags.subcommands import CheckFlags
-from tests.configuration.test_past_decisions import Peered, write
 from tests.core.journal.traffic import document
+from tests.journal.test_reenacting import Peered, write
 
 SAMPLES = Path(__file__).parents[1] / "configuration" / "config_samples"
 CHART = str(SAMPLES / "chart-default.yaml")

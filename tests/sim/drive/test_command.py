@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from sim.__main__ import main
-from tests.configuration.test_past_decisions import write
+from tests.journal.test_reenacting import write
 from tests.sim.drive.gateway import gateway
 from tests.sim.experiments.test_replay import written
 from tests.sim.made import BLOCK_TOKENS

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from sim.__main__ import main
-from tests.configuration.test_past_decisions import write
 from tests.core.journal.traffic import document
+from tests.journal.test_reenacting import write
 
 
 def sim(*arguments):
@@ -42,7 +42,7 @@ def test_another_configuration_decides_otherwise(tmp_path, capsys):
     [
         (["capture", "--config", "round-robin"], "is not a configuration"),
         (["file"], "Expected the directory of a live capture"),
-        (["empty"], "expected the files of a capture"),
+        (["empty"], "expected files of `epp serve --capture`"),
         (["capture", "--config", "nothing.yaml"], "neither a file nor"),
     ],
 )

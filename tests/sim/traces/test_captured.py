@@ -1,4 +1,7 @@
-"""The folder of a live capture is a trace like any other."""
+"""The folder of a live capture is a trace like any other.
+
+Some tests write lines of the previous format, because a test can break these easily.
+"""
 
 import gzip
 
@@ -9,9 +12,18 @@ from epp.core.journal.lines import CaptureHeader, CaptureLine
 from sim.traces.arrival import TraceError
 from sim.traces.formats import open_trace
 from sim.traces.reading import ReadOptions, content_hash
-from tests.configuration.test_past_decisions import ORIGIN, write
+from tests.core.journal.traffic import Live, document
+from tests.journal.test_reenacting import ORIGIN, write
 
 OTHER = "20260101T000500-0000000b"
+
+
+class Coarse(Live):
+    """A picker with blocks of 128 tokens."""
+
+    def begin_segment(self):
+        self.transcript.block_tokens = lambda: 128
+        super().begin_segment()
 
 
 def put(folder, times, *, origin=ORIGIN, number=0, block_tokens=64):
@@ -61,8 +73,23 @@ def test_a_line_that_is_none_is_named(tmp_path):
     assert trace.bad_lines == 1
 
 
-def test_blocks_of_two_sizes_are_refused(tmp_path):
+def test_segments_of_two_block_sizes_are_refused(tmp_path):
     """They cannot be one trace."""
+    write(tmp_path, 20)
+    write(tmp_path, 20, origin=OTHER, live=Coarse(document()))
+    with pytest.raises(TraceError, match="blocks of one size in all files, got 64, 128"):
+        open_trace(tmp_path)
+
+
+def test_captures_of_both_formats_are_one_trace(tmp_path):
+    """An upgrade leaves files of the previous format behind."""
+    put(tmp_path, [10.0, 14.0, 12.0])
+    write(tmp_path, 20, origin=OTHER)
+    assert len(list(open_trace(tmp_path))) == 23
+
+
+def test_blocks_of_two_sizes_are_refused(tmp_path):
+    """They cannot be one trace in the previous format either."""
     put(tmp_path, [1.0])
     put(tmp_path, [2.0], number=1, block_tokens=128)
     with pytest.raises(TraceError, match="blocks of one size in all files, got 64, 128"):
@@ -70,7 +97,7 @@ def test_blocks_of_two_sizes_are_refused(tmp_path):
 
 
 def test_a_folder_without_captures_is_named(tmp_path):
-    with pytest.raises(TraceError, match="Expected files of a capture"):
+    with pytest.raises(TraceError, match="expected files of `epp serve --capture`"):
         open_trace(tmp_path)
 
 

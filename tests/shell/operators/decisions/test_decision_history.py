@@ -5,8 +5,8 @@ import errno
 import gzip
 import threading
 
+import msgspec
 import pytest
-from epp.shell.operators.decisions.decision_history import DecisionHistory
 from structlog.testing import capture_logs
 
 from epp.core.knowledge.inflight import Outcome
@@ -20,11 +20,13 @@ from epp.journal.decisions import (
     changes_in,
     read_past,
 )
-from epp.journal.records import EndpointState
+from epp.journal.frames import frame_of
+from epp.journal.records import EndpointState, told_change
 from epp.shell.files.segment_folder import SegmentFolder
-from epp.shell.operators.decisions import decision_history as module
+from epp.shell.operators import journal as module
 from epp.shell.operators.decisions.configuration_changes import ConfigurationChanges
 from epp.shell.operators.decisions.recent_decisions import RecentDecisions
+from epp.shell.operators.journal import DecisionsFolder, Journal, decisions_limits
 from tests.builders import request as make_request
 from tests.shell.operators.decisions.test_explanation import Told
 from tests.shell.operators.decisions.test_recent_decisions import Clock, exchange_of
@@ -39,20 +41,20 @@ class Keeping:
     def __init__(self, folder, clock=None, *, told=None, total_bytes_max=2**24, age_max_s=3_600.0):
         self.folder = folder
         self.clock = clock or Clock()
-        self.history = DecisionHistory(
-            str(folder),
-            picker="homing-0",
-            total_bytes_max=total_bytes_max,
-            age_max_s=age_max_s,
-            clock=self.clock,
-            monotonic=self.clock,
-        )
+        self.journal = Journal("homing-0", clock=self.clock, monotonic=self.clock)
+        limits = decisions_limits(total_bytes_max, age_max_s)
+        self.history = DecisionsFolder(self.journal, str(folder), limits)
         self.told = told or Told()
         self.recent = RecentDecisions(
             self.told.scheduler.pool, clock=self.clock, history=self.history
         )
         self.recent.configured(3, self.told.settings)
-        self.changes = ConfigurationChanges(self.clock, self.history.changed)
+        self.changes = ConfigurationChanges(
+            self.clock, lambda change: self.history.tell(frame_of(told_change(change)))
+        )
+
+    def limit(self, **limits):
+        self.history._limits = msgspec.structs.replace(self.history._limits, **limits)
 
     def decide(self, count=1, status=200, **fields):
         for _ in range(count):
@@ -69,12 +71,11 @@ class Keeping:
     def write(self, *, after_s=0.0):
         self.recent.fold()
         self.clock.now_s += after_s
-        self.history.write_queued()
+        self.journal.write_queued()
 
     def end(self):
         self.recent.fold()
-        self.history.write_queued()
-        self.history.end()
+        self.journal.end()
 
     def read(self, since_s=0.0, until_s=4e9):
         return list(read_past(self.folder, since_s, until_s))
@@ -129,10 +130,10 @@ def test_a_restart_loses_nothing_and_a_kill_little(tmp_path):
     assert all(one.setting.scorers for one in found)
 
 
-def test_files_are_bounded_and_each_stands_alone(tmp_path, monkeypatch):
+def test_files_are_bounded_and_each_stands_alone(tmp_path):
     """The oldest go, by bytes and by age; what is left still knows its configuration."""
-    monkeypatch.setattr(module, "FLUSH_BYTES", 20_000)
     keeping = Keeping(tmp_path, total_bytes_max=2**16)
+    keeping.limit(flush_bytes=20_000)
     keeping.recent.know_states({"pod-2": SLOW})
     keeping.changes.apply(2, "abc", "config.yaml", ["weight: 1 > 2"], {})
     for at in range(60):
@@ -152,12 +153,12 @@ def test_files_are_bounded_and_each_stands_alone(tmp_path, monkeypatch):
 
 def test_what_a_file_begins_with_is_bounded(tmp_path, monkeypatch):
     """A pool of which half comes and goes does not fill each file with that."""
-    monkeypatch.setattr(module, "_REMEMBERED_BYTES_MAX", 10_000)
+    monkeypatch.setattr(module, "_REPEATED_BYTES_MAX", 10_000)
     keeping = Keeping(tmp_path)
     for at in range(100):
         keeping.recent.know_states({f"pod-{at}-{one}": SLOW for one in range(20)})
     keeping.write(after_s=10.0)
-    keeping.history.end()
+    keeping.journal.end()
     keeping.decide(1)
     keeping.end()
     first, second = sorted(tmp_path.iterdir())
@@ -205,15 +206,15 @@ def test_a_full_disk_costs_its_decisions_alone(tmp_path, monkeypatch, what):
     assert len(decisions(keeping.read())) == 4 + 3 * (what == "append")
 
 
-def test_what_the_queue_cannot_hold_is_dropped_and_counted(tmp_path, monkeypatch):
+def test_what_the_queue_cannot_hold_is_dropped_and_counted(tmp_path):
     """A disk that is slow takes no memory beyond that."""
-    monkeypatch.setattr(module, "QUEUE_BYTES_MAX", 3_000)
     keeping = Keeping(tmp_path)
+    keeping.limit(queue_bytes_max=5_000)
     keeping.decide(100)
     keeping.recent.fold()
     dropped = keeping.history.snapshot().dropped["queue"]
     assert 0 < dropped < 200
-    keeping.history.write_queued()
+    keeping.journal.write_queued()
     keeping.decide(1, request_id="after")
     keeping.end()
     found = keeping.read()
@@ -227,8 +228,8 @@ async def test_a_disk_that_hangs_does_not_keep_the_picker(tmp_path, monkeypatch)
     hangs = threading.Event()
     monkeypatch.setattr(SegmentFolder, "append", lambda *_: hangs.wait(30))
     keeping = Keeping(tmp_path)
-    keeping.history._close_s_max = 0.05
-    task = asyncio.create_task(keeping.history.run())
+    keeping.journal._close_s_max = 0.05
+    task = asyncio.create_task(keeping.journal.run())
     try:
         keeping.decide(50)
         keeping.recent.fold()
@@ -238,7 +239,7 @@ async def test_a_disk_that_hangs_does_not_keep_the_picker(tmp_path, monkeypatch)
             with pytest.raises(asyncio.CancelledError):
                 await task
         assert [line["event"] for line in lines] == [
-            "the last records of decisions were not written because the disk takes too long"
+            "the last records of the journal were not written because the disk takes too long"
         ]
     finally:
         hangs.set()
@@ -249,7 +250,7 @@ async def test_the_task_writes_what_there_is_when_it_ends(tmp_path):
     keeping = Keeping(tmp_path)
     keeping.decide(5)
     keeping.recent.fold()
-    task = asyncio.create_task(keeping.history.run())
+    task = asyncio.create_task(keeping.journal.run())
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

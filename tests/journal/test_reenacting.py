@@ -1,19 +1,16 @@
-"""A folder of captures: joined, cut off at its end, broken, and by another configuration."""
+"""A folder of captures is decided again: joined, cut off, broken, by another configuration."""
 
-import gzip
-
-import msgspec
 import pytest
 
-from epp.configuration import past_decisions
 from epp.configuration.config import load_config
 from epp.core.decision.inputs import PoolReplaced
 from epp.core.decision.scheduler import Scheduler
-from epp.core.journal.transcript import BEHIND_MAX
+from epp.core.journal.events import Level
 from epp.core.peers.exchange import PeerExchange
 from epp.core.peers.frames import ORIGIN_BYTES
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import ApiKind
+from epp.journal.frames import frame_of, framed, packed_frames, segment_file
 from epp.journal.problem import JournalError
 from epp.journal.reenacting import decide_again, judge, told
 from tests.core.journal.traffic import PLUGINS, Live, configured, document, settings_of
@@ -22,23 +19,23 @@ ORIGIN = "20260101T000000-0000000a"
 
 
 def write(folder, steps=200, *, files=1, origin=ORIGIN, live=None):
-    """A capture in so many pairs."""
+    """Write a capture of so many segments, each of two members of gzip; return its picker."""
     live = live or Live(document())
     for number in range(files):
         if number:
-            live.transcript.begin_file(live.now)
+            live.begin_segment()
         live.run(steps // files)
-        if number == files - 1:
-            live.transcript.finish()
-        for kind, lines in zip(("requests", "events"), live.transcript.take(), strict=True):
-            half = lines.index(b"\n", len(lines) // 2) + 1
-            name = folder / f"{kind}-{origin}-{number:06d}.jsonl.gz"
-            name.write_bytes(gzip.compress(lines[:half]) + gzip.compress(lines[half:]))
+        frames = [framed(frame_of(event)) for event in live.events]
+        live.events.clear()
+        half = len(frames) // 2
+        name = folder / segment_file(Level.INPUTS, origin, number)
+        parts = (b"".join(frames[:half]), b"".join(frames[half:]))
+        name.write_bytes(b"".join(packed_frames(part, half) for part in parts))
     return live
 
 
 def test_several_files_are_one_story(tmp_path):
-    """Requests that end in a later file are found there."""
+    """Requests that end in a later segment are found there."""
     write(tmp_path, files=4)
     (result,) = decide_again(tmp_path, PLUGINS).values()
     assert (result.decisions, result.same, result.caveats()) == (200, 200, [])
@@ -47,8 +44,7 @@ def test_several_files_are_one_story(tmp_path):
 def test_a_file_in_the_middle_that_is_gone_is_a_gap(tmp_path):
     """What follows begins anew, with what is told at the head of its file."""
     write(tmp_path, files=4)
-    for kind in ("requests", "events"):
-        (tmp_path / f"{kind}-{ORIGIN}-000001.jsonl.gz").unlink()
+    (tmp_path / segment_file(Level.INPUTS, ORIGIN, 1)).unlink()
     (result,) = decide_again(tmp_path, PLUGINS).values()
     assert result.gaps == 1
     assert 100 < result.decisions <= 150
@@ -84,57 +80,11 @@ def test_another_configuration_is_held_against_what_was_decided(tmp_path):
     assert {"request", "live", "again", "difference"} == set(total["first"][0])
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        (b'{"event": "nothing"}\n', "Invalid value 'nothing'"),
-        (
-            (
-                b'{"event": "opened", "format": "homing-events", "version": 2, "origin": "a", '
-                b'"file": 0, "seed": 1, "salt": "", "share": 1.0, "unix_s": 0.0}\n'
-            ),
-            "version 1, got homing-events 2",
-        ),
-        (b"{\n", "the text ends before it is whole"),
-    ],
-)
-def test_what_is_no_event_is_named_with_its_place(tmp_path, line, expected):
-    """One sentence."""
-    (tmp_path / f"events-{ORIGIN}-000000.jsonl.gz").write_bytes(gzip.compress(line))
-    with pytest.raises(JournalError, match=expected) as found:
-        decide_again(tmp_path, PLUGINS)
-    assert "events-2026" in str(found.value)
-
-
 def test_a_folder_without_a_capture_is_named(tmp_path):
     with pytest.raises(
-        JournalError, match=r"found no events-\*\.jsonl\.gz; expected the files of a capture"
+        JournalError, match="contains no journal, expected files of `epp serve --cap"
     ):
         decide_again(tmp_path, PLUGINS)
-
-
-def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
-    """It is not read as a whole."""
-    monkeypatch.setattr(past_decisions, "_LINE_BYTES_MAX", 1000)
-    path = tmp_path / f"events-{ORIGIN}-000000.jsonl.gz"
-    path.write_bytes(gzip.compress(b"x" * 5000))
-    with pytest.raises(JournalError, match="expected lines of less than 1000 bytes"):
-        decide_again(tmp_path, PLUGINS)
-
-
-def test_lines_are_looked_for_as_far_as_they_may_be(tmp_path):
-    """A request without a line is not looked for in all that follows."""
-    lines = [
-        {"time_s": 0.0, "prompt_tokens": 1, "output_tokens": 1, "request": at}
-        for at in range(1, 3 * BEHIND_MAX)
-    ]
-    path = tmp_path / "requests"
-    path.write_bytes(gzip.compress(b"".join(msgspec.json.encode(line) + b"\n" for line in lines)))
-    asked = past_decisions._Requests([path])
-    assert asked.find(0) is None
-    assert asked._latest < 2 * BEHIND_MAX + 2
-    assert asked.find(1).request == 1
-    assert asked.find(3 * BEHIND_MAX - 1).request == 3 * BEHIND_MAX - 1
 
 
 class Peered(Live):

@@ -1,18 +1,16 @@
-"""What was kept is read: the stretch that is asked for, and nothing that is no such file."""
+"""Past decisions: those of a period, and times as operators write them."""
 
-import gzip
 from datetime import datetime
 
-import msgspec
 import pytest
-from epp.shell.operators.decisions.history_format import HEAD, Head
 
+from epp.core.journal.events import Level, Opened
 from epp.core.knowledge.inflight import Outcome
 from epp.journal.decisions import moment_of, read_past
-from epp.journal.frames import frame_of, framed, packed_frames
+from epp.journal.frames import frame_of, framed, packed_frames, segment_file
 from epp.journal.problem import JournalError
 from tests.builders import request as make_request
-from tests.shell.operators.decisions.test_decision_history import Keeping, decisions
+from tests.shell.operators.decisions.test_decision_history import SLOW, Keeping, decisions
 from tests.shell.operators.decisions.test_recent_decisions import exchange_of
 
 
@@ -33,32 +31,29 @@ def test_a_stretch_of_time_is_read_alone(tmp_path):
     assert len(decisions(keeping.read(since_s=start_s + 50.0))) == 7
 
 
-def test_files_of_another_version_or_none_are_told(tmp_path):
-    """In a sentence, with what was expected."""
-    with pytest.raises(JournalError, match="cannot be read: No such file"):
-        list(read_past(tmp_path / "none", 0.0, 1.0))
-    with pytest.raises(JournalError, match="expected files of `epp serve --decisions-dir`"):
-        list(read_past(tmp_path, 0.0, 1.0))
-    path = tmp_path / "decisions-20260101T000000-0000000a-000000.bin.gz"
-    head = Head(origin="a", picker="", began_s=0.0)
-    for frame, told in (
-        (frame_of(HEAD, msgspec.structs.replace(head, version=2)), "another version, expected"),
-        (b"?" * 10, "another version, expected"),
-        (frame_of(HEAD, head) + b"", None),
-    ):
-        path.write_bytes(packed_frames(framed(frame)))
-        if told is None:
-            assert list(read_past(tmp_path, 0.0, 4e9)) == []
-        else:
-            with pytest.raises(JournalError, match=told):
-                list(read_past(tmp_path, 0.0, 4e9))
-    broken = framed(frame_of(HEAD, head)) + (2**31).to_bytes(4, "little")
-    path.write_bytes(gzip.compress(broken))
-    with pytest.raises(JournalError, match="is broken"):
+def test_records_of_another_version_are_named(tmp_path):
+    """A packed record that cannot be read is no crash."""
+    head = Opened(level=Level.DECISIONS, origin="a", segment=0, picker="homing-0")
+    frames = framed(frame_of(head)) + framed(b"d\x00")
+    path = tmp_path / segment_file(Level.DECISIONS, "20260101T000000-0000000a", 0)
+    path.write_bytes(packed_frames(frames, 2))
+    with pytest.raises(JournalError, match="homing-0 contains records that this version does not"):
         list(read_past(tmp_path, 0.0, 4e9))
-    path.write_bytes(gzip.compress(framed(frame_of(HEAD, head)) + framed(b"d\x00")))
-    with pytest.raises(JournalError, match="does not understand"):
-        list(read_past(tmp_path, 0.0, 4e9))
+
+
+def test_a_period_after_a_missing_segment_knows_its_configuration(tmp_path):
+    """Each segment repeats the settings and states that its decisions refer to."""
+    keeping = Keeping(tmp_path)
+    keeping.recent.know_states({"pod-1": SLOW})
+    keeping.decide(3)
+    keeping.end()
+    keeping.decide(4)
+    keeping.end()
+    min(tmp_path.iterdir()).unlink()
+    found = decisions(keeping.read())
+    assert len(found) == 4
+    assert all(one.setting.scorers for one in found)
+    assert all(dict(one.states) == {"pod-1": SLOW} for one in found)
 
 
 @pytest.mark.parametrize(

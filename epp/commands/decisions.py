@@ -12,7 +12,7 @@ from epp.core.types import Seconds
 from epp.flags.subcommands import DecisionsFlags
 from epp.journal.decisions import PastDecision, PastLoss, PastRefusal, moment_of, read_past
 from epp.journal.problem import JournalError
-from epp.shell.operators.decisions.decision_rows import Kept, Row, decided_row, iso, refused_row
+from epp.shell.operators.decisions.decision_rows import Row, iso, row_of
 from epp.shell.operators.decisions.decision_sums import Stretch, in_words
 from epp.shell.operators.decisions.recent_decisions import Wanted
 from epp.shell.operators.pages.text_table import table
@@ -50,7 +50,7 @@ def show_decisions(
         return UNREADABLE
     shown = [past for _, _, past in sorted(newest, reverse=True, key=lambda one: one[:2])]
     if flags.json:
-        rows = [row_of(past, now_s) for past in shown]
+        rows = [row_of(past, now_s) | {"picker": past.picker} for past in shown]
         told = {"since": iso(stretch.since_s), "until": iso(stretch.until_s), "lost": lost}
         out.write(msgspec.json.encode(told | stretch.row() | {"decisions": rows}).decode() + "\n")
     else:
@@ -79,23 +79,10 @@ def explain_past(folder: str, request_id: str, endpoint: str, now_s: Seconds) ->
         if isinstance(past, PastDecision | PastRefusal) and wanted.has(past.told):
             keep = heapq.heappush if len(found) < EXPLAINED_MAX else heapq.heappushpop
             keep(found, (past.at_s, number, past))
-    return [row_of(past, now_s, endpoint) for _, _, past in sorted(found, reverse=True)]
-
-
-def row_of(past: PastDecision | PastRefusal, now_s: float, why_not: str = "") -> Row:
-    """Return a row like those of `RecentDecisions`, without fields that the files lack."""
-    if isinstance(past, PastRefusal):
-        row = refused_row(past.told, past.states, at_s=past.at_s, why_not=why_not)
-    else:
-        row = decided_row(
-            Kept(told=past.told, setting=past.setting, states=past.states),
-            at_s=past.at_s,
-            now_s=now_s,
-            end=past.end,
-            served=past.served,
-            why_not=why_not,
-        )
-    return row | {"picker": past.picker}
+    return [
+        row_of(past, now_s, endpoint) | {"picker": past.picker}
+        for _, _, past in sorted(found, reverse=True)
+    ]
 
 
 def _text(stretch: Stretch, shown: list[PastDecision | PastRefusal], lost: int) -> str:

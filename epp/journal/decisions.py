@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from epp.configuration.build import plugin_tables
 from epp.configuration.config import ConfigError
@@ -66,7 +66,7 @@ class Setting(Struct, frozen=True):
     """Scorers that can list the parts of their cost; None for others."""
 
 
-NO_SETTING: Final = Setting(0, (), ())
+_NO_SETTING: Final = Setting(0, (), ())
 
 
 class PastDecision(Struct, frozen=True, kw_only=True):
@@ -78,8 +78,8 @@ class PastDecision(Struct, frozen=True, kw_only=True):
     setting: Setting
     states: States
     """States of endpoints that were not simply ready."""
-    end: Ended | None
-    served: Served | None
+    end: Ended | None = None
+    served: Served | None = None
     """Endpoint that the gateway used instead, or None."""
 
 
@@ -115,6 +115,40 @@ class PastLoss(Struct, frozen=True, kw_only=True):
 
 
 Past: TypeAlias = PastDecision | PastRefusal | PastStates | PastChange | PastLoss
+
+
+class Context:
+    """The settings and states that packed records refer to by number."""
+
+    def __init__(self) -> None:
+        self.settings: dict[int, Setting] = {}
+        """Settings by number, oldest first."""
+        self.states: dict[int, States] = {0: {}}
+        """States of endpoints by number, oldest first."""
+
+    def past(self, record: bytes, picker: str = "") -> "PastDecision | PastRefusal":
+        """Return the decision or refusal in a packed record.
+
+        Raises `msgspec.DecodeError` or `struct.error`.
+        """
+        packed = memoryview(record)[PACKED_FROM:]
+        if record[:1] == REFUSED:
+            refused = unpack_refused(packed)
+            return PastRefusal(
+                at_s=kept_at_s(record),
+                picker=picker,
+                told=refused,
+                states=self.states.get(refused.states, {}),
+            )
+        told = unpack_decided(packed)
+        return PastDecision(
+            at_s=kept_at_s(record),
+            picker=picker,
+            told=told,
+            setting=self.settings.get(told.setting, _NO_SETTING),
+            states=self.states.get(told.states, {}),
+            end=end_of(record),
+        )
 
 
 def moment_of(text: str, now_s: float) -> float:
@@ -172,8 +206,7 @@ class _Reader:
         self._picker = ""
         self._now_s = 0.0
         """Time of the last record."""
-        self._settings: dict[int, Setting] = {}
-        self._states: dict[int, States] = {0: {}}
+        self._context = Context()
         self._changes: set[tuple[float, int]] = set()
         self._open: dict[int, bytes] = {}
         """Records of decisions without end by number, oldest first."""
@@ -206,35 +239,23 @@ class _Reader:
         yield from map(self._decision, opened.values())
 
     def _record(self, record: bytes) -> Iterator[Past]:
-        kind, packed = record[:1], memoryview(record)[PACKED_FROM:]
-        if kind == DECIDED:
+        packed = memoryview(record)[PACKED_FROM:]
+        if record[:1] == DECIDED:
             self._open[unpack_number(packed).number] = record
             if len(self._open) > OPEN_MAX:
                 yield self._decision(self._open.pop(next(iter(self._open))))
-        elif kind == REFUSED:
-            told = unpack_refused(packed)
-            yield PastRefusal(
-                at_s=kept_at_s(record),
-                picker=self._picker,
-                told=told,
-                states=self._states.get(told.states, {}),
-            )
+        elif record[:1] == REFUSED:
+            yield self._context.past(record, self._picker)
         else:
             served = unpack_served(packed)
             if served.number in self._open:
                 self._served[served.number] = served
 
-    def _decision(self, record: bytes) -> PastDecision:
-        told = unpack_decided(memoryview(record)[PACKED_FROM:])
-        return PastDecision(
-            at_s=kept_at_s(record),
-            picker=self._picker,
-            told=told,
-            setting=self._settings.get(told.setting, NO_SETTING),
-            states=self._states.get(told.states, {}),
-            end=end_of(record),
-            served=self._served.pop(told.number, None),
-        )
+    def _decision(self, record: bytes) -> Past:
+        past = self._context.past(record, self._picker)
+        assert isinstance(past, PastDecision), "the record is a decision"
+        served = self._served.pop(past.told.number, None)
+        return past if served is None else structs.replace(past, served=served)
 
     def _told(self, record: Read) -> Iterator[Past]:
         picker = self._picker
@@ -242,7 +263,7 @@ class _Reader:
             case Opened():
                 self._picker, self._now_s = record.picker, record.began_s
             case ToldSetting():
-                self._settings[record.number] = Setting(
+                self._context.settings[record.number] = Setting(
                     record.generation,
                     record.scorers,
                     record.weights,
@@ -250,8 +271,8 @@ class _Reader:
                     tuple(map(_teller, record.costs)),
                 )
             case ToldStates(number=number, at_s=at_s, states=states):
-                if number not in self._states:
-                    self._states[number] = states
+                if number not in self._context.states:
+                    self._context.states[number] = states
                     yield PastStates(at_s=at_s, picker=picker, states=states)
             case ToldApplied(document=applied):
                 if (applied.at_s, applied.generation) not in self._changes:

@@ -78,7 +78,7 @@ def test_the_end_that_a_killed_writer_left_is_passed_over(tmp_path, cut):
     path.write_bytes(path.read_bytes()[:-cut])
     (found,) = read(tmp_path).values()
     assert found == list(range(len(found)))
-    assert 45 < len(found) < 50
+    assert 45 < len(found) <= 50
 
 
 def test_a_segment_that_is_cut_off_in_the_middle_is_told(tmp_path):

@@ -1,7 +1,7 @@
 """Convert records of decisions and refusals to rows for pages, JSON and `epp explain`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, TypeAlias
 
@@ -17,8 +17,8 @@ from epp.core.knowledge.rebuilt import numbers_before
 from epp.core.moment import Moment
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint, Seconds
-from epp.journal.decision_record import Decided, Ended, Refused, Scores, Served, predicted_at
-from epp.journal.decisions import NO_SETTING, Setting
+from epp.journal.decision_record import Decided, Ended, Scores, Served, predicted_at
+from epp.journal.decisions import PastDecision, PastRefusal, Setting
 from epp.journal.records import READY, States
 from epp.shell.operators.decisions.endpoint_states import OUTLYING
 
@@ -32,33 +32,32 @@ Members: TypeAlias = tuple[Endpoint | None, ...]
 """Endpoints of the pool by slot."""
 
 
-class Kept(Struct, frozen=True, kw_only=True):
-    """The recorded data of a decision that is still available."""
+class Remembered(Struct, frozen=True):
+    """What only memory has of a decision, as far as it is still available."""
 
-    told: Decided
-    setting: Setting = NO_SETTING
     scores: Scores | None = None
-    """Scores of all candidates, or None if no longer available."""
+    """Scores of all candidates."""
     members: Members | None = None
-    """Members of the pool at that time, or None if no longer known."""
-    states: States = msgspec.field(default_factory=dict)
-    """States of the members that were not simply ready."""
+    """Members of the pool at that time."""
 
 
-def decided_row(
-    kept: Kept,
-    *,
-    at_s: float,
+def row_of(
+    past: PastDecision | PastRefusal,
     now_s: float,
-    end: Ended | None,
-    served: Served | None,
     why_not: str = "",
+    remembered: Remembered = Remembered(),  # noqa: B008  it is immutable
 ) -> Row:
-    """Return the row of a decision that was recorded at `at_s`.
+    """Return the row of a decision or a refusal.
 
     `why_not` is an endpoint for which the row explains why it was not chosen.
     """
-    told, setting, states = kept.told, kept.setting, kept.states
+    if isinstance(past, PastRefusal):
+        return _refused_row(past, why_not)
+    return _decided_row(past, now_s, why_not, remembered)
+
+
+def _decided_row(past: PastDecision, now_s: float, why_not: str, remembered: Remembered) -> Row:
+    told, setting, states = past.told, past.setting, past.states
     names = _names(setting, len(told.parts))
     before = _before(told)
     costs = _costs(told, setting, before)
@@ -74,14 +73,16 @@ def decided_row(
         for score, total in zip((chosen, runner_up), cost.totals, strict=False):
             if score is not None:
                 score |= {"cost": round(total, DIGITS), "unit": cost.unit}
-    ranked = _Ranked(kept, names, cost)
+    ranked = _Ranked(past, remembered, names, cost)
     among = set(ranked.slots)
     left_out = []
-    if among and kept.members is not None:
-        left_out = [one.name for at, one in enumerate(kept.members) if one and at not in among]
+    if among and remembered.members is not None:
+        left_out = [
+            one.name for at, one in enumerate(remembered.members) if one and at not in among
+        ]
     row = {
-        "at": iso(at_s),
-        "age_s": round(now_s - at_s, 1),
+        "at": iso(past.at_s),
+        "age_s": round(now_s - past.at_s, 1),
         "number": told.number,
         "config_generation": setting.generation,
         "request_id": told.request_id,
@@ -94,7 +95,7 @@ def decided_row(
         "matched_blocks": told.matched_blocks,
         "total_blocks": told.total_blocks,
         "block_tokens": told.block_tokens,
-        "predicted_tokens": predicted_at(told, served),
+        "predicted_tokens": predicted_at(told, past.served),
         "ready": told.ready,
         "eliminated": dict(told.eliminated),
         "candidates": told.candidates,
@@ -106,26 +107,29 @@ def decided_row(
         "expected_first_token_s": None if expected_s is None else round(expected_s, DIGITS),
         "costs": [_cost_row(told, one) for one in costs],
         "known": known,
-        "outcome": outcome_row(end, served),
+        "outcome": outcome_row(past.end, past.served),
         "scores": ranked.best or [chosen],
     }
     if told.shadow is not None:
         row["shadow"] = told.shadow
     if why_not:
-        row["why_not"] = _why_not(why_not, kept, row, ranked)
+        row["why_not"] = _why_not(why_not, past, remembered, row, ranked)
     return row
 
 
-def _why_not(asked: str, kept: Kept, row: Row, ranked: "_Ranked") -> Row:
+def _why_not(
+    asked: str, past: PastDecision, remembered: Remembered, row: Row, ranked: "_Ranked"
+) -> Row:
     """Return why the endpoint `asked` was not chosen, with its "verdict"."""
-    told, runner_up = kept.told, row["runner_up"]
+    told, runner_up = past.told, row["runner_up"]
     if is_called(asked, told.endpoint, told.address):
         return {"endpoint": told.endpoint, "verdict": "chosen"}
-    slot, name = _member(asked, kept, runner_up["endpoint"] if runner_up else "")
+    named = (runner_up["endpoint"] if runner_up else "", *past.states)
+    slot, name = _member(asked, remembered, named)
     if not name:
-        absent = kept.members is not None
+        absent = remembered.members is not None
         return {"endpoint": asked, "verdict": "absent" if absent else "unknown"}
-    state = _state(name, kept.states)
+    state = _state(name, past.states)
     why: Row = {"endpoint": name, "verdict": "unknown"} | state
     is_ready = state["state"] in {READY, *OUTLYING}
     score = None
@@ -135,7 +139,7 @@ def _why_not(asked: str, kept: Kept, row: Row, ranked: "_Ranked") -> Row:
         score = runner_up
     if score is not None:
         why |= {"verdict": "scored", "score": score} | _behind(row["score"], score)
-    elif by := _dropped_by(slot, kept):
+    elif by := _dropped_by(slot, remembered):
         why |= {"verdict": "dropped", "by": by}
     elif not is_ready:
         why |= {"verdict": "not ready"}
@@ -144,20 +148,22 @@ def _why_not(asked: str, kept: Kept, row: Row, ranked: "_Ranked") -> Row:
     return why
 
 
-def _member(asked: str, kept: Kept, runner_up: str) -> tuple[int, str]:
-    """Return slot and name of the endpoint `asked`, or -1 and "" if unknown."""
-    if kept.members is None:
-        named = (runner_up, *kept.states)
+def _member(asked: str, remembered: Remembered, named: Iterable[str]) -> tuple[int, str]:
+    """Return slot and name of the endpoint `asked`, or -1 and "" if unknown.
+
+    It is one of `named` if the members are unknown.
+    """
+    if remembered.members is None:
         return -1, next((name for name in named if name and is_called(asked, name, "")), "")
-    for slot, one in enumerate(kept.members):
+    for slot, one in enumerate(remembered.members):
         if one is not None and is_called(asked, one.name, one.address):
             return slot, one.name
     return -1, ""
 
 
-def _dropped_by(slot: int, kept: Kept) -> str:
+def _dropped_by(slot: int, remembered: Remembered) -> str:
     """Return the filter that dropped the endpoint in `slot`, or "" if none is known."""
-    dropped = kept.scores.dropped if kept.scores else {}
+    dropped = remembered.scores.dropped if remembered.scores else {}
     return next(
         (name for name, slots in dropped.items() if slot in np.frombuffer(slots, np.int64)), ""
     )
@@ -182,10 +188,10 @@ def _state(name: str, states: States) -> Row:
     return {"state": found.state, "reason": found.reason, "since": iso(found.since_s)}
 
 
-def refused_row(told: Refused, states: States, *, at_s: float, why_not: str = "") -> Row:
-    """Return the row of a refusal recorded at `at_s`, with the endpoint states of that time."""
+def _refused_row(past: PastRefusal, why_not: str) -> Row:
+    told, states = past.told, past.states
     row = {
-        "at": iso(at_s),
+        "at": iso(past.at_s),
         "request_id": told.request_id,
         "model": told.model,
         "path": told.path,
@@ -212,15 +218,18 @@ def outcome_row(end: Ended | None, served: Served | None) -> Row | None:
 class _Ranked:
     """The recorded scores of all candidates."""
 
-    def __init__(self, kept: Kept, names: Sequence[str], cost: Cost | None) -> None:
+    def __init__(
+        self, past: PastDecision, remembered: Remembered, names: Sequence[str], cost: Cost | None
+    ) -> None:
         """`cost` contains the candidates' costs, if known."""
-        self._kept, self._cost = kept, cost
+        self._states, self._cost = past.states, cost
+        self._members = remembered.members or ()
         self.slots: list[int] = []
         """Slots by position."""
         self.best: list[Row] = []
         """Rows of the best candidates, best first, including the chosen one."""
-        scores, weights = kept.scores, np.array(kept.setting.weights)
-        if scores is None or kept.members is None or not len(weights):
+        scores, weights = remembered.scores, np.array(past.setting.weights)
+        if scores is None or not self._members or not len(weights):
             return
         parts = np.frombuffer(scores.scores).reshape(len(weights), -1)
         self._ranking = Ranking(
@@ -231,11 +240,10 @@ class _Ranked:
 
     def row(self, at: int) -> Row:
         """Return the row of the candidate at a position."""
-        members = self._kept.members or ()
-        member = members[self.slots[at]]
+        member = self._members[self.slots[at]]
         name = member.name if member else ""
         ranking, cost = self._ranking, self._cost
-        row = _score(name, ranking.scored.parts_of(at), ranking.scorers, self._kept.states)
+        row = _score(name, ranking.scored.parts_of(at), ranking.scorers, self._states)
         second = ranking.runner_up
         if cost is None or len(cost.parts) < 2 or second is None:
             return row

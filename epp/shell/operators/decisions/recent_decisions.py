@@ -10,7 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 from msgspec import Struct, structs
@@ -49,17 +49,16 @@ from epp.journal.decision_record import (
     unpack_scores,
     unpack_served,
 )
-from epp.journal.decisions import NO_SETTING, Setting
+from epp.journal.decisions import Context, PastDecision, PastRefusal, Setting
 from epp.journal.frames import ended_frame, frame_of
 from epp.journal.records import States, ToldSetting, ToldStates, told_plugin
 from epp.shell.operators.decisions.decision_rows import (
-    Kept,
     Members,
+    Remembered,
     Row,
-    decided_row,
     expected_first_token_s,
     is_called,
-    refused_row,
+    row_of,
 )
 from epp.shell.operators.decisions.record_ring import RecordRing
 from epp.shell.operators.journal import DecisionsFolder
@@ -91,6 +90,7 @@ _FOUND_PER_TURN: Final = 8
 """Number of rows created between two turns of the event loop."""
 _ROWS_PER_TURN: Final = 500
 """Number of records examined between two turns of the event loop, in well below 1 ms."""
+_Known = TypeVar("_Known")
 _BY_BLOCKS: Final = "prefix-cache-scorer"
 """Type of the scorer whose part is the share of matched blocks."""
 
@@ -212,14 +212,11 @@ class RecentDecisions:
         self._slot: object = None
         """Slots of the last decision's candidates, compared by identity; the array is immutable."""
         self._slot_bytes = b""
-        self._settings: dict[int, Setting] = {}
-        """Settings by number, oldest first."""
+        self._context = Context()
         self._setting = 0
         self._weights: object = None
         """Weights of the newest setting, compared by identity."""
         self._configured: tuple[int, SchedulerSettings | None] = (0, None)
-        self._states: dict[int, States] = {0: {}}
-        """Endpoint states by number, oldest first."""
         self._states_told = 0
         self._open: dict[int, int] = {}
         """Positions of decisions whose request has not ended, by number, oldest first."""
@@ -242,9 +239,7 @@ class RecentDecisions:
     def know_states(self, states: States) -> None:
         """Set the states of all endpoints that are not simply ready."""
         self._states_told += 1
-        self._states[self._states_told] = states
-        if len(self._states) > _STATES_MAX:
-            del self._states[next(iter(self._states))]
+        _remember(self._context.states, self._states_told, states, _STATES_MAX)
         if self._history is not None:
             told = ToldStates(number=self._states_told, at_s=self._clock(), states=dict(states))
             self._history.tell(frame_of(told))
@@ -382,8 +377,9 @@ class RecentDecisions:
             end = None if record is None else end_of(record)
             if record is None or end is None or end.first_output_s is None:
                 continue
-            told = unpack_decided(record[PACKED_FROM:])
-            expected_s = expected_first_token_s(told, self._settings.get(told.setting, NO_SETTING))
+            past = self._context.past(record)
+            assert isinstance(past, PastDecision), "the record is a decision"
+            expected_s = expected_first_token_s(past.told, past.setting)
             if expected_s is not None:
                 found.append((expected_s, end.first_output_s))
         return found
@@ -403,7 +399,7 @@ class RecentDecisions:
                 told = unpack_served(packed)
                 served.setdefault(told.number, told)
             elif all(text in packed for text in texts):
-                row = self._wanted_row(record, packed, wanted, served, why_not)
+                row = self._wanted_row(record, wanted, served, why_not)
                 if row is not None:
                     found.append(row)
                     if len(found) == count:
@@ -498,26 +494,23 @@ class RecentDecisions:
 
     def _remember_members(self) -> None:
         self._generation = self._pool.generation
-        self._memberships[self._generation] = tuple(self._pool.columns.endpoints)
-        if len(self._memberships) > _MEMBERSHIPS_MAX:
-            del self._memberships[next(iter(self._memberships))]
+        members = tuple(self._pool.columns.endpoints)
+        _remember(self._memberships, self._generation, members, _MEMBERSHIPS_MAX)
 
     def _remember_setting(self, leg: Leg) -> None:
         self._weights = leg.scored.weights
         generation, settings = self._configured
         scorers = settings.profile.scorers if settings else ()
         self._setting += 1
-        self._settings[self._setting] = Setting(
+        told = Setting(
             generation,
             leg.scorers,
             tuple(leg.scored.weights.tolist()),
             tuple(scorer.name for scorer in scorers if scorer.plugin.type_name == _BY_BLOCKS),
             leg.tellers,
         )
-        if len(self._settings) > _SETTINGS_MAX:
-            del self._settings[next(iter(self._settings))]
+        _remember(self._context.settings, self._setting, told, _SETTINGS_MAX)
         if self._history is not None:
-            told = self._settings[self._setting]
             setting = ToldSetting(
                 number=self._setting,
                 generation=generation,
@@ -532,40 +525,20 @@ class RecentDecisions:
             self._history.tell(frame_of(setting))
 
     def _wanted_row(
-        self,
-        record: bytes,
-        packed: bytes,
-        wanted: Wanted,
-        served: Mapping[int, Served],
-        why_not: str,
+        self, record: bytes, wanted: Wanted, served: Mapping[int, Served], why_not: str
     ) -> Row | None:
-        if record[:1] == REFUSED:
-            refused = unpack_refused(packed)
-            states = self._states.get(refused.states, {})
-            if not wanted.has(refused):
-                return None
-            return refused_row(refused, states, at_s=kept_at_s(record), why_not=why_not)
-        told = unpack_decided(packed)
-        if not wanted.has(told):
+        past = self._context.past(record)
+        if not wanted.has(past.told):
             return None
-        setting = self._settings.get(told.setting, NO_SETTING)
+        if isinstance(past, PastRefusal):
+            return row_of(past, self._clock(), why_not)
+        past = structs.replace(past, served=served.get(past.told.number))
         packed_scores = self._scores.get(scores_at_of(record))
-        scores = None if packed_scores is None else unpack_scores(packed_scores)
-        kept = Kept(
-            told=told,
-            setting=setting,
-            scores=scores,
-            members=self._memberships.get(told.members),
-            states=self._states.get(told.states, {}),
+        remembered = Remembered(
+            None if packed_scores is None else unpack_scores(packed_scores),
+            self._memberships.get(past.told.members),
         )
-        return decided_row(
-            kept,
-            at_s=kept_at_s(record),
-            now_s=self._clock(),
-            end=end_of(record),
-            served=served.get(told.number),
-            why_not=why_not,
-        )
+        return row_of(past, self._clock(), why_not, remembered)
 
 
 def recent_decisions(
@@ -590,6 +563,13 @@ def recent_decisions(
         could_not=could_not,
         history=history,
     )
+
+
+def _remember(known: dict[int, _Known], number: int, one: _Known, count_max: int) -> None:
+    """Add `one` under `number`, and drop the oldest entry if there are too many."""
+    known[number] = one
+    if len(known) > count_max:
+        del known[next(iter(known))]
 
 
 def _add(lately: Lately, told: Decided, served: Served | None, end: Ended | None) -> None:

@@ -12,16 +12,8 @@ import msgspec
 
 from epp.core.types import Seconds
 from epp.flags.subcommands import ChangesFlags
-from epp.journal.decisions import (
-    PastChange,
-    PastDecision,
-    PastLoss,
-    PastRefusal,
-    PastStates,
-    changes_in,
-    moment_of,
-    read_past,
-)
+from epp.journal.decisions import changes_in, moment_of, read_past
+from epp.journal.past import PastChange, PastDecision, PastLoss, PastRefusal, PastStates
 from epp.journal.problem import JournalError
 from epp.journal.records import READY, Applied, EndpointState, States
 from epp.shell.operators.decisions.decision_rows import iso

@@ -10,7 +10,8 @@ import msgspec
 
 from epp.core.types import Seconds
 from epp.flags.subcommands import DecisionsFlags
-from epp.journal.decisions import PastDecision, PastLoss, PastRefusal, moment_of, read_past
+from epp.journal.decisions import moment_of, read_past
+from epp.journal.past import PastDecision, PastLoss, PastRefusal
 from epp.journal.problem import JournalError
 from epp.shell.operators.decisions.decision_rows import Row, iso, row_of
 from epp.shell.operators.decisions.decision_sums import Stretch, in_words
@@ -113,7 +114,7 @@ def _line(past: PastDecision | PastRefusal) -> Row:
         "model": told.model,
     }
     if isinstance(past, PastRefusal):
-        return line | {"endpoint": "", "blocks": "", "status": f"{past.told.status}", "first": "",
+        return line | {"endpoint": "", "blocks": "", "status": f"{past.told.status or ''}", "first": "",
                        "why": past.told.reason}  # fmt: skip
     end = past.end
     state = past.states.get(past.told.endpoint)

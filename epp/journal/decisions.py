@@ -1,13 +1,13 @@
 """Past decisions in the files of a journal, each with its outcome, and what happened meanwhile."""
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, time, timedelta
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import msgspec
-from msgspec import Struct, structs
+from msgspec import structs
 
 from epp.configuration.build import plugin_tables
 from epp.configuration.config import ConfigError
@@ -19,9 +19,6 @@ from epp.journal.decision_record import (
     DECIDED,
     PACKED_FROM,
     REFUSED,
-    Decided,
-    Ended,
-    Refused,
     Served,
     end_of,
     kept_at_s,
@@ -30,12 +27,21 @@ from epp.journal.decision_record import (
     unpack_refused,
     unpack_served,
 )
+from epp.journal.derived import derived
 from epp.journal.frames import ENDED, ended_of
+from epp.journal.past import (
+    NO_SETTING,
+    Past,
+    PastChange,
+    PastDecision,
+    PastLoss,
+    PastRefusal,
+    PastStates,
+    Setting,
+)
 from epp.journal.problem import JournalError
 from epp.journal.reading import Read, journals
 from epp.journal.records import (
-    Applied,
-    RefusedDocument,
     States,
     ToldApplied,
     ToldPlugin,
@@ -51,70 +57,6 @@ ENDS_S: Final = 900.0
 SLACK_S: Final = 60.0
 """Tolerance in seconds for clocks, and between a decision and its record."""
 _DAY: Final = timedelta(days=1)
-
-
-class Setting(Struct, frozen=True):
-    """The parts of a configuration that rows of its decisions need."""
-
-    generation: int
-    """Generation of the configuration, or 0 if unknown."""
-    scorers: tuple[str, ...]
-    weights: tuple[float, ...]
-    by_blocks: tuple[str, ...] = ()
-    """Names of scorers whose part is the share of matched blocks."""
-    costs: tuple[TellsCost | None, ...] = ()
-    """Scorers that can list the parts of their cost; None for others."""
-
-
-_NO_SETTING: Final = Setting(0, (), ())
-
-
-class PastDecision(Struct, frozen=True, kw_only=True):
-    """A decision with its outcome."""
-
-    at_s: float
-    picker: str
-    told: Decided
-    setting: Setting
-    states: States
-    """States of endpoints that were not simply ready."""
-    end: Ended | None = None
-    served: Served | None = None
-    """Endpoint that the gateway used instead, or None."""
-
-
-class PastRefusal(Struct, frozen=True, kw_only=True):
-    at_s: float
-    picker: str
-    told: Refused
-    states: States
-
-
-class PastStates(Struct, frozen=True, kw_only=True):
-    """The states of endpoints that were not simply ready for this picker, from this time on."""
-
-    at_s: float
-    picker: str
-    states: States
-
-
-class PastChange(Struct, frozen=True, kw_only=True):
-    """A document that came into force or was rejected."""
-
-    at_s: float
-    picker: str
-    change: Applied | RefusedDocument
-
-
-class PastLoss(Struct, frozen=True, kw_only=True):
-    """A number of missing records, from about this time on."""
-
-    at_s: float
-    picker: str
-    records: int
-
-
-Past: TypeAlias = PastDecision | PastRefusal | PastStates | PastChange | PastLoss
 
 
 class Context:
@@ -145,7 +87,7 @@ class Context:
             at_s=kept_at_s(record),
             picker=picker,
             told=told,
-            setting=self.settings.get(told.setting, _NO_SETTING),
+            setting=self.settings.get(told.setting, NO_SETTING),
             states=self.states.get(told.states, {}),
             end=end_of(record),
         )
@@ -174,27 +116,29 @@ def moment_of(text: str, now_s: float) -> float:
 def read_past(folder: Path, since_s: float, until_s: float) -> Iterator[Past]:
     """Yield the records from `since_s` until `until_s`; a decision follows when its end is found.
 
-    Processes are read one after another, so that records of several are not in order of time.
-    Raises `JournalError`.
+    Processes are read one after another, so that records of several are not in order of time. The
+    level of decisions is read where a process has it, else that of inputs. Raises `JournalError`.
     """
-    for journal in journals(folder, Level.DECISIONS):
-        reader = _Reader(since_s, until_s)
-        for record in journal.records(since_s - SLACK_S, until_s + ENDS_S + SLACK_S):
-            for past in reader.read(record):
-                if since_s <= past.at_s <= until_s:
-                    yield past
-        yield from reader.rest()
+    period = since_s - SLACK_S, until_s + ENDS_S + SLACK_S
+    for journal in journals(folder, Level.DECISIONS, Level.INPUTS):
+        if journal.level is Level.INPUTS:
+            found = derived(journal.events(*period))
+        else:
+            found = _Reader(since_s, until_s).read(journal.records(*period))
+        yield from (past for past in found if since_s <= past.at_s <= until_s)
 
 
 def changes_in(folder: Path) -> list[PastChange]:
     """Return the known configuration changes, oldest first. Raises `JournalError`."""
-    found: list[PastChange] = []
-    for journal in journals(folder, Level.DECISIONS):
-        reader = _Reader(0.0, 0.0)
-        # Each segment starts with the changes before it.
-        read = (past for record in journal.newest_records() for past in reader.read(record))
-        found += [one for one in read if isinstance(one, PastChange)]
-    return sorted(found, key=lambda one: one.at_s)
+    changes: list[PastChange] = []
+    for journal in journals(folder, Level.DECISIONS, Level.INPUTS):
+        if journal.level is Level.INPUTS:
+            found = derived(journal.events())
+        else:
+            # Each segment starts with the changes before it.
+            found = _Reader(0.0, 0.0).read(journal.newest_records())
+        changes += [past for past in found if isinstance(past, PastChange)]
+    return sorted(changes, key=lambda one: one.at_s)
 
 
 class _Reader:
@@ -212,31 +156,28 @@ class _Reader:
         """Records of decisions without end by number, oldest first."""
         self._served: dict[int, Served] = {}
 
-    def read(self, record: Read) -> Iterator[Past]:
-        """Yield what is known completely after `record`."""
-        if not isinstance(record, bytes):
-            yield from self._told(record)
-            return
-        try:
-            if record[:1] == ENDED:
-                number, head = ended_of(record)
-                decided = self._open.pop(number, None)
-                if decided is not None:
-                    yield self._decision(head + decided[len(head) :])
-                return
-            self._now_s = kept_at_s(record)
-            if self._since_s <= self._now_s <= self._until_s:
-                yield from self._record(record)
-        except (msgspec.DecodeError, struct.error) as error:
-            raise JournalError(
-                f"a journal of {self._picker or 'a picker'} contains records that this version "
-                "does not understand"
-            ) from error
+    def read(self, records: Iterable[Read]) -> Iterator[Past]:
+        """Yield what the records contain."""
+        for record in records:
+            try:
+                yield from self._packed(record) if isinstance(record, bytes) else self._told(record)
+            except (msgspec.DecodeError, struct.error) as error:
+                raise JournalError(
+                    f"a journal of {self._picker or 'a picker'} contains records that this version "
+                    "does not understand"
+                ) from error
+        yield from map(self._decision, self._open.values())
 
-    def rest(self) -> Iterator[Past]:
-        """Yield decisions whose end was not found."""
-        opened, self._open = self._open, {}
-        yield from map(self._decision, opened.values())
+    def _packed(self, record: bytes) -> Iterator[Past]:
+        if record[:1] == ENDED:
+            number, head = ended_of(record)
+            decided = self._open.pop(number, None)
+            if decided is not None:
+                yield self._decision(head + decided[len(head) :])
+            return
+        self._now_s = kept_at_s(record)
+        if self._since_s <= self._now_s <= self._until_s:
+            yield from self._record(record)
 
     def _record(self, record: bytes) -> Iterator[Past]:
         packed = memoryview(record)[PACKED_FROM:]

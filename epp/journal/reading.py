@@ -109,9 +109,9 @@ class Segments(Struct, frozen=True, kw_only=True):
             for line in request_lines(self.events()):
                 yield _encode(line) + b"\n"
 
-    def events(self) -> Iterator[Event]:
-        """Yield the events of a journal at the level of inputs."""
-        for record in self.records():
+    def events(self, since_s: float = -math.inf, until_s: float = math.inf) -> Iterator[Event]:
+        """Yield the records of a journal at the level of inputs, like `records`."""
+        for record in self.records(since_s, until_s):
             if not isinstance(record, bytes | ToldSetting | ToldStates | ToldApplied | ToldRefused):
                 yield record
 

@@ -26,7 +26,8 @@ def numbers_before(
     before = [*numbers]
     before[_INFLIGHT_REQUESTS] -= 1
     before[_INFLIGHT_CONTEXT] -= prompt_tokens
-    before[_INFLIGHT_PREFILL] = max(0.0, before[_INFLIGHT_PREFILL] - prefill_tokens)
+    # An unknown number stays unknown, because it is the first argument.
+    before[_INFLIGHT_PREFILL] = max(before[_INFLIGHT_PREFILL] - prefill_tokens, 0.0)
     before[_MATCHED] = matched_blocks
     return before
 

@@ -18,7 +18,7 @@ from epp.core.moment import Moment
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint, Seconds
 from epp.journal.decision_record import Decided, Ended, Scores, Served, predicted_at
-from epp.journal.decisions import PastDecision, PastRefusal, Setting
+from epp.journal.past import PastDecision, PastRefusal, Setting
 from epp.journal.records import READY, States
 from epp.shell.operators.decisions.endpoint_states import OUTLYING
 

@@ -6,7 +6,7 @@ from typing import Any, Final, TypeAlias
 
 from epp.core.decision.decisive import decisive
 from epp.journal.decision_record import predicted_at, served_at
-from epp.journal.decisions import PastDecision, PastRefusal
+from epp.journal.past import PastDecision, PastRefusal
 from epp.shell.operators.decisions.decision_rows import weighted
 
 FAILED_FROM: Final = 500

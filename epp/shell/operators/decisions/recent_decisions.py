@@ -49,8 +49,9 @@ from epp.journal.decision_record import (
     unpack_scores,
     unpack_served,
 )
-from epp.journal.decisions import Context, PastDecision, PastRefusal, Setting
+from epp.journal.decisions import Context
 from epp.journal.frames import ended_frame, frame_of
+from epp.journal.past import PastDecision, PastRefusal, Setting
 from epp.journal.records import States, ToldSetting, ToldStates, told_plugin
 from epp.shell.operators.decisions.decision_rows import (
     Members,

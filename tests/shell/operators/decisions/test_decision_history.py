@@ -11,16 +11,9 @@ from structlog.testing import capture_logs
 
 from epp.core.knowledge.inflight import Outcome
 from epp.core.protocol.usage import Usage
-from epp.journal.decisions import (
-    PastChange,
-    PastDecision,
-    PastLoss,
-    PastRefusal,
-    PastStates,
-    changes_in,
-    read_past,
-)
+from epp.journal.decisions import changes_in, read_past
 from epp.journal.frames import frame_of
+from epp.journal.past import PastChange, PastDecision, PastLoss, PastRefusal, PastStates
 from epp.journal.records import EndpointState, told_change
 from epp.shell.files.segment_folder import SegmentFolder
 from epp.shell.operators import journal as module

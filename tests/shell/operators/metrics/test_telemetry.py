@@ -129,7 +129,9 @@ def snapshot(count=4, **fields):
         capture=JournalSnapshot(
             requests=5, events=9, dropped={"queue": 2, "disk": 0}, write_errors=1, bytes=4096
         ),
-        history=JournalSnapshot(records=7, dropped={"queue": 1}, write_errors=2, bytes=512),
+        history=JournalSnapshot(
+            requests=0, events=7, dropped={"queue": 1}, write_errors=2, bytes=512
+        ),
         shadow=shadow_totals(),
         indexes=[
             IndexStanding(

@@ -55,11 +55,11 @@ class ToldPlugin(Struct, frozen=True):
     parameters: bytes
 
 
-class _Record(Struct, frozen=True, kw_only=True, tag_field="event", tag=str.lower):
+class _Record(Struct, frozen=True, kw_only=True, tag_field="event"):
     """A record that is not an event of the scheduler."""
 
 
-class ToldSetting(_Record, frozen=True, kw_only=True):
+class ToldSetting(_Record, frozen=True, kw_only=True, tag="setting"):
     """A configuration that decided, with the number that decisions refer to."""
 
     number: int
@@ -71,7 +71,7 @@ class ToldSetting(_Record, frozen=True, kw_only=True):
     """Scorers that can list the parts of their cost, with None for others."""
 
 
-class ToldStates(_Record, frozen=True, kw_only=True):
+class ToldStates(_Record, frozen=True, kw_only=True, tag="states"):
     """The states of all endpoints that are not simply ready, with the number that decisions refer
     to.
     """
@@ -81,13 +81,13 @@ class ToldStates(_Record, frozen=True, kw_only=True):
     states: dict[str, EndpointState]
 
 
-class ToldApplied(_Record, frozen=True, kw_only=True):
+class ToldApplied(_Record, frozen=True, kw_only=True, tag="applied"):
     """A document came into force."""
 
     document: Applied
 
 
-class ToldRefused(_Record, frozen=True, kw_only=True):
+class ToldRefused(_Record, frozen=True, kw_only=True, tag="refused"):
     """A document was rejected."""
 
     document: RefusedDocument

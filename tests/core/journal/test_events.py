@@ -25,6 +25,7 @@ from epp.core.journal.events import (
 )
 from epp.core.journal.lines import Salt
 from epp.core.types import AdapterReport, EndpointMetrics, MetricsTarget
+from epp.journal.records import Record
 from tests.builders import endpoint
 
 PAGE = Path("docs/capture-format.md").read_text()
@@ -128,10 +129,13 @@ def test_every_input_that_is_noted_as_it_is_is_among_those_above():
 def test_the_documentation_lists_every_event():
     """And its example of the first line is one."""
     listed = set(re.findall(r"`(\w+)`", PAGE.partition("| event |")[2].partition("\n\n")[0]))
-    names = {kind.__struct_config__.tag for kind in get_args(Event)}
+    names = {kind.__struct_config__.tag for kind in get_args(Record)}
     assert names <= listed
-    example = re.findall(r"```json\n(.*?)\n```", PAGE, re.DOTALL)[-1]
-    assert isinstance(msgspec.json.decode(example, type=Event), Opened)
+    examples = re.findall(r"```json\n(.*?)\n```", PAGE, re.DOTALL)
+    (example,) = [one for one in examples if '"event"' in one]
+    opened = msgspec.json.decode(example, type=Record)
+    assert isinstance(opened, Opened)
+    assert set(msgspec.json.decode(example)) == {"event", *Opened.__struct_fields__}
 
 
 def test_a_shape_has_no_text():

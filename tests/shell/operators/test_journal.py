@@ -27,6 +27,7 @@ from epp.shell.operators.journal import (
     read_salt,
 )
 from epp.shell.starting import StartError
+from sim.traces.formats import open_trace
 from tests.core.journal.traffic import PLUGINS, Live, configured, document
 
 
@@ -409,6 +410,21 @@ def test_an_index_of_other_blocks_has_a_segment_of_its_own(tmp_path):
     capture._journal.end()
     sizes = [event.block_tokens for event in events(tmp_path) if isinstance(event, Opened)]
     assert sizes == [16, 32]
+
+
+def test_a_capture_of_other_blocks_is_replayed_and_decided_again(tmp_path):
+    """The size is that of the index, from the first segment on."""
+    index = "plugins:\n- {type: approx-prefix-cache-producer, parameters: {blockSizeTokens: 128}}"
+    text = document().replace("plugins:", index, 1)
+    capture = opened(tmp_path)
+    live = Live(text)
+    capture.tell(msgspec.structs.replace(configured(text), block_tokens=128))
+    live.scheduler.witness = capture.witness(live.scheduler)
+    live.run(40)
+    capture._journal.end()
+    assert len(list(open_trace(tmp_path))) == 40
+    (result,) = decide_again(tmp_path, PLUGINS).values()
+    assert (result.decisions, result.same) == (40, 40)
 
 
 def test_frames_are_whole(tmp_path):

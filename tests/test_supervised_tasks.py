@@ -28,7 +28,6 @@ from tests.shell.kubernetes.fake_api_server import CONFIG_MAPS, PODS, POOLS, Fak
 BY_FILES = (
     *(
         "KV events",
-        "capture",
         "certificate",
         "config",
         "connections (health)",
@@ -39,6 +38,7 @@ BY_FILES = (
         "endpoint pages",
         "endpoints",
         "garbage",
+        "journal",
         "kept configuration",
         "kept endpoints",
         "loop lag",

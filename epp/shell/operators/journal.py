@@ -65,7 +65,7 @@ RETRY_S: Final = 10.0
 """Time in seconds after a failure of the disk until the next attempt."""
 CLOSE_S_MAX: Final = 3.0
 """Maximum time in seconds to wait for the disk at shutdown."""
-_NOTE_BYTES: Final = 400
+_NOTE_BYTES: Final = 600
 _FRAME_BYTES: Final = 120
 """Approximate memory of a queued record beside its variable parts."""
 _ADAPTER_BYTES: Final = 100

@@ -94,7 +94,10 @@ def _text(stretch: Stretch, shown: list[PastDecision | PastRefusal], lost: int) 
         f"{since} to {until} UTC: {sums['decided']} decisions, {sums['decided_per_s']:g}/s{refused}"
     ]
     if lost:
-        lines.append(f"{lost} records are missing because the queue was full or the disk failed")
+        lines.append(
+            f"{lost} records are missing because the queue was full, the disk failed or a file is "
+            "broken"
+        )
     rows = [{"endpoint": name} | in_words(row) for name, row in sums["endpoints"].items()]
     if len(rows) > 1:
         rows.append({"endpoint": "all"} | in_words(sums))

@@ -185,9 +185,13 @@ class Journal:
     # The methods below run in the thread.
 
     def _work(self) -> None:
-        while not self._stopping.wait(POLL_S):
-            self.write_queued()
-        self.end()
+        try:
+            while not self._stopping.wait(POLL_S):
+                self.write_queued()
+            self.end()
+        except Exception as error:  # noqa: BLE001  the boundary of a thread
+            for folder in self.folders:
+                folder.failed(error)
 
     def write_queued(self) -> None:
         """Convert queued records, and write those that are due."""
@@ -271,8 +275,10 @@ class JournalFolder:
 
     def failed(self, error: Exception) -> None:
         """End this level after a defect; requests and other levels continue."""
-        self._ended = True
         self._write_errors += 1
+        if self._ended:
+            return
+        self._ended = True
         _log.error(f"{self.name} failed and has ended, requests continue", exc_info=error)
 
     def snapshot(self) -> JournalSnapshot:

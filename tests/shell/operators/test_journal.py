@@ -369,6 +369,25 @@ def test_a_record_that_is_too_long_is_left_out(tmp_path, monkeypatch):
     assert (result.decisions, result.lost) == (20, 1)
 
 
+async def test_a_defect_of_the_writer_ends_every_level(tmp_path, monkeypatch):
+    """It is logged for each, and the picker goes on."""
+    journal = Journal()
+    capture, history = opened(tmp_path, journal=journal), history_in(tmp_path, journal)
+    monkeypatch.setattr(module, "packed_frames", None)
+    history.tell(frame_of(Lost(events=1)))
+    with capture_logs() as lines:
+        task = asyncio.create_task(journal.run())
+        await asyncio.sleep(0)
+        live = busy(capture, 10)
+        await stop(task)
+    assert {line["event"] for line in lines} == {
+        "capture failed and has ended, requests continue",
+        "decision history failed and has ended, requests continue",
+    }
+    assert history.snapshot().write_errors == 1
+    assert len(live.decisions) == 10
+
+
 @pytest.mark.parametrize(
     "note",
     [

@@ -9,17 +9,8 @@ from typing import Annotated, ClassVar, Final
 import numpy as np
 from msgspec import Meta
 
-from epp.plugins.contract import (
-    Abilities,
-    Candidates,
-    Floats,
-    InferenceRequest,
-    Parameters,
-    Strategy,
-    config_of,
-    producer,
-    step,
-)
+from epp.plugins import contract
+from epp.plugins.contract import Abilities, Candidates, Floats, InferenceRequest, Parameters
 from homing_rivals.radix_tree import RadixTreeSettings
 from homing_rivals.routed_blocks import RoutedBlocksSettings
 
@@ -75,15 +66,15 @@ class GuardedPrefix(Parameters, frozen=True):
 SCORERS: Final = (GuardedPrefix,)
 
 STRATEGIES: Final = (
-    Strategy(
+    contract.Strategy(
         name="aibrix-prefix",
         idea="AIBrix, prefix-cache: most of the prompt, among endpoints within a sigma of the mean load.",
         omissions=(
             "blocks of 4 bytes, here 16 tokens; forgetting after 20 minutes; adapters: there a "
             "controller places them, and only those pods are asked"
         ),
-        config=config_of(
-            producer(
+        config=contract.config_of(
+            contract.producer(
                 RoutedBlocksSettings.type_name,
                 blockTokens=16,
                 blocksPerRequestMax=8_192,
@@ -91,21 +82,21 @@ STRATEGIES: Final = (
                 blocksMax=200_000,
                 contiguous=True,
             ),
-            step(GuardedPrefix.type_name),
-            picker=step("random-tie-picker"),
+            contract.step(GuardedPrefix.type_name),
+            picker=contract.step("random-tie-picker"),
         ),
     ),
-    Strategy(
+    contract.Strategy(
         name="aibrix-prefix-tree",
         idea="AIBrix, prefix-cache with its other index: the same by a tree of prompts.",
         omissions=(
             "characters, here blocks of 16 tokens; adapters: there a controller places them, "
             "and only those pods are asked"
         ),
-        config=config_of(
-            producer(RadixTreeSettings.type_name, blockSizeTokens=16),
-            step(GuardedPrefix.type_name, index=RadixTreeSettings.type_name),
-            picker=step("random-tie-picker"),
+        config=contract.config_of(
+            contract.producer(RadixTreeSettings.type_name, blockSizeTokens=16),
+            contract.step(GuardedPrefix.type_name, index=RadixTreeSettings.type_name),
+            picker=contract.step("random-tie-picker"),
         ),
     ),
 )

@@ -10,17 +10,8 @@ from typing import Annotated, ClassVar, Final
 import numpy as np
 from msgspec import Meta
 
-from epp.plugins.contract import (
-    Abilities,
-    Candidates,
-    Floats,
-    InferenceRequest,
-    Ints,
-    Parameters,
-    Strategy,
-    config_of,
-    step,
-)
+from epp.plugins import contract
+from epp.plugins.contract import Abilities, Candidates, Floats, InferenceRequest, Ints, Parameters
 from homing_rivals.user_tokens import TOKENS, TOKENS_MAX, TOKENS_MIN, UserTokensSettings
 
 
@@ -42,13 +33,10 @@ class UserTokenPlace(Parameters, frozen=True):
     type_name: ClassVar[str] = "user-token-place-scorer"
     abilities: ClassVar[Abilities] = Abilities(reads_index=True)
     producer_type: ClassVar[str] = UserTokensSettings.type_name
+    producer: ClassVar[str] = producer_type
 
     tokens_min: Annotated[float, Meta(gt=0)] = 1_000.0
     requests_max: Annotated[float, Meta(gt=0)] = 100.0
-
-    @property
-    def producer(self) -> str | None:
-        return self.producer_type
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         n = len(candidates)
@@ -87,13 +75,15 @@ SCORERS: Final = (UserTokenPlace,)
 PICKERS: Final = (NoisyMaxScore,)
 
 STRATEGIES: Final = (
-    Strategy(
+    contract.Strategy(
         name="aibrix-vtc",
         idea="AIBrix, vtc-basic: the more tokens a user had, the later in the list.",
         omissions=(
             "how long answers were: they are estimated; adapters: there a controller places "
             "them, and only those pods are asked"
         ),
-        config=config_of(step(UserTokenPlace.type_name), picker=step(NoisyMaxScore.type_name)),
+        config=contract.config_of(
+            contract.step(UserTokenPlace.type_name), picker=contract.step(NoisyMaxScore.type_name)
+        ),
     ),
 )

@@ -5,25 +5,11 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from msgspec import Meta, Struct
 
-from epp.plugins.contract import (
-    BYTES_PER_TOKEN,
-    HASH_BYTES,
-    Abilities,
-    Affinity,
-    AffinityIndex,
-    HeldBlocks,
-    InferenceRequest,
-    Origin,
-    PrefixIndex,
-    PrefixIndexSettings,
-    Seconds,
-    block_lists,
-)
+from epp.plugins import contract
+from epp.plugins.contract import Abilities, Affinity, AffinityIndex, InferenceRequest, Seconds
 
 
-class BlockLoadSettings(
-    PrefixIndexSettings, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True
-):
+class BlockLoadSettings(contract.PrefixIndexSettings, frozen=True, kw_only=True):
     """`block-load-producer`: an `approx-prefix-cache-producer` with three columns of load.
 
     - `active_blocks`: blocks of the requests in flight there; a block that several share counts once;
@@ -36,7 +22,7 @@ class BlockLoadSettings(
 
     type_name: ClassVar[str] = "block-load-producer"
     abilities: ClassVar[Abilities] = Abilities(
-        origin=Origin.DECIDED,
+        origin=contract.Origin.DECIDED,
         counts_blocks=True,
         shares=True,
         counts_inflight=True,
@@ -71,13 +57,13 @@ class _Load(Struct):
     ended: bool = False
 
 
-class BlockLoadIndex(PrefixIndex):
+class BlockLoadIndex(contract.PrefixIndex):
     """An `AffinityIndex` that also `CountsInflight`; the unit is one full block."""
 
     def __init__(self, settings: BlockLoadSettings) -> None:
         super().__init__(settings)
         self._load_settings = settings
-        self.active = HeldBlocks()
+        self.active = contract.HeldBlocks()
         self._generations: dict[int, int] = {}
         """Slot -> number of times that it was forgotten; earlier requests in flight count nowhere.
         """
@@ -112,7 +98,7 @@ class BlockLoadIndex(PrefixIndex):
         """
         recorded = super().record(request, slot, now)
         held = recorded[2]
-        missed = sum(map(len, self.share(request))) // HASH_BYTES - sum(held)
+        missed = sum(map(len, self.share(request))) // contract.HASH_BYTES - sum(held)
         prompts = self._prompts(request)
         lengths = [len(prompt) for prompt in prompts]
         self._picks += 1
@@ -153,11 +139,11 @@ class BlockLoadIndex(PrefixIndex):
         load.ended = True
         # The limit of examined blocks may have changed meanwhile; the chains have not.
         chains = request.chains_of(
-            self.block_tokens * BYTES_PER_TOKEN, self._load_settings.blocks_max
+            self.block_tokens * contract.BYTES_PER_TOKEN, self._load_settings.blocks_max
         )
         for chain, length in zip(chains, load.lengths, strict=False):
-            self.active.remove(slot, block_lists([chain], length)[0])
+            self.active.remove(slot, contract.block_lists([chain], length)[0])
         return True
 
     def _prompts(self, request: InferenceRequest) -> list[list[int]]:
-        return block_lists(self.share(request), self._load_settings.blocks_max)
+        return contract.block_lists(self.share(request), self._load_settings.blocks_max)

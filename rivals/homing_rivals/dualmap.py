@@ -8,20 +8,8 @@ from typing import Annotated, ClassVar, Final
 import numpy as np
 from msgspec import Meta
 
-from epp.plugins.contract import (
-    BYTES_PER_TOKEN,
-    Abilities,
-    Candidates,
-    Duration,
-    Floats,
-    InferenceRequest,
-    Parameters,
-    Strategy,
-    config_of,
-    producer,
-    scores_of_cost,
-    step,
-)
+from epp.plugins import contract
+from epp.plugins.contract import Abilities, Candidates, Floats, InferenceRequest, Parameters
 from homing_rivals.lexicographic import scores_by_rank
 from homing_rivals.prefix_popularity import PrefixPopularitySettings
 
@@ -59,21 +47,18 @@ class TwoHashes(Parameters, frozen=True):
         reads_index=True,
     )
     producer_type: ClassVar[str] = _INDEX
+    producer: ClassVar[str] = producer_type
 
-    ttft_slo: Duration = Duration(5.0)
+    ttft_slo: contract.Duration = contract.Duration(5.0)
     block_tokens: Annotated[int, Meta(ge=16, le=4_096)] = 64
     """Tokens in a block, as in `prefix-popularity-producer`."""
-
-    @property
-    def producer(self) -> str | None:
-        return self.producer_type
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         ahead = candidates.inflight_prefill_tokens
         blocks = candidates.affinity(self.producer_type).matched
-        key = request.block_hash(self.block_tokens * BYTES_PER_TOKEN, int(blocks[0]))
+        key = request.block_hash(self.block_tokens * contract.BYTES_PER_TOKEN, int(blocks[0]))
         if key is None or not blocks[0]:
-            return scores_of_cost(ahead)
+            return contract.scores_of_cost(ahead)
         pair = _two(candidates, key)
         some = candidates.take(pair)
         late_s = (ahead[pair] + some.uncached_tokens) / some.prefill_tokens_per_s
@@ -100,7 +85,7 @@ INDEXES: Final = (PrefixPopularitySettings,)
 SCORERS: Final = (TwoHashes,)
 
 STRATEGIES: Final = (
-    Strategy(
+    contract.Strategy(
         name="dualmap",
         idea=(
             "DualMap: two hashes of the prefix name two endpoints; who holds more of it, or if that "
@@ -110,6 +95,10 @@ STRATEGIES: Final = (
             "moving what waits to its other endpoint; the constants of the paper are not known; "
             "its formula knows no adapters"
         ),
-        config=config_of(producer(_APPROXIMATE), producer(_INDEX), step(TwoHashes.type_name)),
+        config=contract.config_of(
+            contract.producer(_APPROXIMATE),
+            contract.producer(_INDEX),
+            contract.step(TwoHashes.type_name),
+        ),
     ),
 )

@@ -20,26 +20,13 @@ from typing import Annotated, ClassVar, Final
 import numpy as np
 from msgspec import Meta
 
-from epp.plugins.contract import (
-    Abilities,
-    Bools,
-    Candidates,
-    Floats,
-    InferenceRequest,
-    Ints,
-    Parameters,
-    Strategy,
-    config_of,
-    highest,
-    producer,
-    scores_of_cost,
-    step,
-)
+from epp.plugins import contract
+from epp.plugins.contract import Bools, Candidates, Floats, InferenceRequest, Ints, Parameters
 from homing_rivals.block_load import BlockLoadSettings
 
 _INDEX: Final = BlockLoadSettings.type_name
 _APPROXIMATE: Final = "approx-prefix-cache-producer"
-_UNTIL_FIRST_TOKEN: Final = producer("inflight-load-producer", peakPrefillThroughput=1)
+_UNTIL_FIRST_TOKEN: Final = contract.producer("inflight-load-producer", peakPrefillThroughput=1)
 """Setting with which tokens in flight do not drain with time.
 
 They count until a first token is seen or counted, as in Dynamo without a
@@ -68,17 +55,14 @@ class DynamoCost(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "dynamo-cost-scorer"
-    abilities: ClassVar[Abilities] = Abilities(reads_index=True)
+    abilities: ClassVar[contract.Abilities] = contract.Abilities(reads_index=True)
     producer_type: ClassVar[str] = _INDEX
+    producer: ClassVar[str] = producer_type
 
     prefill_load_scale: Annotated[float, Meta(ge=0)] = 1.0
     overlap_credit: Annotated[float, Meta(ge=0)] = 1.0
     overlap_decay: Annotated[float, Meta(ge=0)] = 0.0
     active_request_weight: Annotated[float, Meta(ge=0)] = 0.0
-
-    @property
-    def producer(self) -> str | None:
-        return self.producer_type
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats | None:
         known = candidates.affinity(self.producer_type)
@@ -91,7 +75,7 @@ class DynamoCost(Parameters, frozen=True):
         prefill = np.maximum((ahead + prompt_tokens) / candidates.block_tokens - credit, 0.0)
         decode = known.columns["active_blocks"] + known.columns["new_blocks"]
         requests = self.active_request_weight * candidates.inflight_requests
-        return scores_of_cost(self.prefill_load_scale * prefill + decode + requests)
+        return contract.scores_of_cost(self.prefill_load_scale * prefill + decode + requests)
 
 
 class TwoTier(Parameters, frozen=True):
@@ -107,16 +91,13 @@ class TwoTier(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "dynamo-two-tier-scorer"
-    abilities: ClassVar[Abilities] = Abilities(reads_index=True)
+    abilities: ClassVar[contract.Abilities] = contract.Abilities(reads_index=True)
     producer_type: ClassVar[str] = _APPROXIMATE
+    producer: ClassVar[str] = ""
 
     balance_absolute: Annotated[float, Meta(ge=0)] = 32.0
     balance_relative: Annotated[float, Meta(ge=0)] = 1.1
     cache_threshold: Annotated[float, Meta(ge=0, le=1)] = 0.5
-
-    @property
-    def producer(self) -> str | None:
-        return ""
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         requests = candidates.inflight_requests.astype(np.float64)
@@ -127,7 +108,7 @@ class TwoTier(Parameters, frozen=True):
         blocks = max(known.total, math.ceil(candidates.prompt_tokens / candidates.block_tokens))
         if not uneven and best > self.cache_threshold * blocks:
             requests[known.matched < best] = math.inf
-        return scores_of_cost(requests)
+        return contract.scores_of_cost(requests)
 
 
 class Queue(Parameters, frozen=True):
@@ -139,7 +120,7 @@ class Queue(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "dynamo-queue-filter"
-    abilities: ClassVar[Abilities] = Abilities(
+    abilities: ClassVar[contract.Abilities] = contract.Abilities(
         reads=("inflight_prefill_tokens",),
         holds_requests=True,
         differs="requests wait in the simulator alone, `epp serve` places them as they come",
@@ -166,7 +147,7 @@ class Softmax(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "softmax-picker"
-    abilities: ClassVar[Abilities] = Abilities(reads=(), picks_several=True)
+    abilities: ClassVar[contract.Abilities] = contract.Abilities(reads=(), picks_several=True)
 
     temperature: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     max_num_of_endpoints: Annotated[int, Meta(ge=1)] = 1
@@ -183,7 +164,7 @@ class Softmax(Parameters, frozen=True):
                 keys = (scores - least) / stretched - np.log(-np.log(draws))
             order: Ints = np.argsort(-keys, kind="stable")
             return order[: self.max_num_of_endpoints]
-        best = highest(scores)
+        best = contract.highest(scores)
         first = best[random.randrange(len(best))]
         if self.max_num_of_endpoints == 1:
             return np.array([first], dtype=np.int64)
@@ -198,7 +179,7 @@ SCORERS: Final = (DynamoCost, TwoTier)
 PICKERS: Final = (Softmax,)
 
 STRATEGIES: Final = (
-    Strategy(
+    contract.Strategy(
         name="dynamo",
         idea=(
             "NVIDIA Dynamo without events: the fewest blocks to prefill and to decode, cached for "
@@ -208,27 +189,27 @@ STRATEGIES: Final = (
             "engines' events; its queue, which `dynamo-queue` has; blocks that answers will need; its "
             "filter by adapter; tokens held until the first chunk: here pages and time release them"
         ),
-        config=config_of(
-            producer(_INDEX, ttl=_TTL),
-            step(DynamoCost.type_name),
-            picker=step(Softmax.type_name),
+        config=contract.config_of(
+            contract.producer(_INDEX, ttl=_TTL),
+            contract.step(DynamoCost.type_name),
+            picker=contract.step(Softmax.type_name),
         ),
     ),
-    Strategy(
+    contract.Strategy(
         name="dynamo-first-token",
         idea="NVIDIA Dynamo with tokens held until a first token is seen or counted.",
         omissions=(
             "as `dynamo`, but for the release of tokens: Dynamo sees first tokens, here pages "
             "count them"
         ),
-        config=config_of(
-            producer(_INDEX, ttl=_TTL),
+        config=contract.config_of(
+            contract.producer(_INDEX, ttl=_TTL),
             _UNTIL_FIRST_TOKEN,
-            step(DynamoCost.type_name),
-            picker=step(Softmax.type_name),
+            contract.step(DynamoCost.type_name),
+            picker=contract.step(Softmax.type_name),
         ),
     ),
-    Strategy(
+    contract.Strategy(
         name="dynamo-queue",
         idea=(
             "NVIDIA Dynamo with its queue, at 16 times 8,192 tokens, and tokens held until a first "
@@ -238,35 +219,35 @@ STRATEGIES: Final = (
             "as `dynamo-first-token`, but for the queue; of that priorities, other orders than first "
             "come first served, classes and limits; the line is the simulator's"
         ),
-        config=config_of(
-            producer(_INDEX, ttl=_TTL),
+        config=contract.config_of(
+            contract.producer(_INDEX, ttl=_TTL),
             _UNTIL_FIRST_TOKEN,
-            step(Queue.type_name),
-            step(DynamoCost.type_name),
-            picker=step(Softmax.type_name),
+            contract.step(Queue.type_name),
+            contract.step(DynamoCost.type_name),
+            picker=contract.step(Softmax.type_name),
         ),
     ),
-    Strategy(
+    contract.Strategy(
         name="dynamo-temperature",
         idea="NVIDIA Dynamo with temperature 0.5: its cost, drawn by softmax.",
         omissions="as `dynamo`",
-        config=config_of(
-            producer(_INDEX, ttl=_TTL),
-            step(DynamoCost.type_name),
-            picker=step(Softmax.type_name, temperature=0.5),
+        config=contract.config_of(
+            contract.producer(_INDEX, ttl=_TTL),
+            contract.step(DynamoCost.type_name),
+            picker=contract.step(Softmax.type_name, temperature=0.5),
         ),
     ),
-    Strategy(
+    contract.Strategy(
         name="dynamo-two-tier",
         idea=(
             "NVIDIA Dynamo's two tiers: the load if it is uneven by 32, else who holds most of the "
             "prompt, else the load."
         ),
         omissions=("engines' events; its queue, as `dynamo-queue` has it; its filter by adapter"),
-        config=config_of(
-            producer(_APPROXIMATE, ttl=_TTL),
-            step(TwoTier.type_name),
-            picker=step(Softmax.type_name),
+        config=contract.config_of(
+            contract.producer(_APPROXIMATE, ttl=_TTL),
+            contract.step(TwoTier.type_name),
+            picker=contract.step(Softmax.type_name),
         ),
     ),
 )

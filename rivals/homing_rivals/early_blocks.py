@@ -13,18 +13,8 @@ import numpy as np
 import xxhash
 from msgspec import Meta
 
-from epp.plugins.contract import (
-    BYTES_PER_TOKEN,
-    HASH_BYTES,
-    Abilities,
-    Candidates,
-    Floats,
-    InferenceRequest,
-    Parameters,
-    Strategy,
-    config_of,
-    step,
-)
+from epp.plugins import contract
+from epp.plugins.contract import Abilities, Candidates, Floats, InferenceRequest, Parameters
 from homing_rivals.prompt_blocks import PromptBlocksSettings
 from homing_rivals.ring import ring_of, within_bound
 
@@ -50,16 +40,13 @@ class EarlyBlocksHash(Parameters, frozen=True):
     type_name: ClassVar[str] = "early-blocks-hash-scorer"
     abilities: ClassVar[Abilities] = Abilities(reads_index=True, configures_index=True)
     producer_type: ClassVar[str] = PromptBlocksSettings.type_name
+    producer: ClassVar[str] = producer_type
 
     block_tokens: Annotated[int, Meta(ge=1)] = 64
     bits_per_block: Annotated[int, Meta(ge=1, le=16)] = 1
     points: Annotated[int, Meta(ge=1, le=1024)] = 16
     """Points of each endpoint on the ring."""
     load_factor: Annotated[float, Meta(ge=1)] | None = None
-
-    @property
-    def producer(self) -> str | None:
-        return self.producer_type
 
     @property
     def producer_parameters(self) -> Mapping[str, int]:
@@ -76,16 +63,18 @@ class EarlyBlocksHash(Parameters, frozen=True):
 
     def place(self, request: InferenceRequest) -> int:
         """Return the position of `request` on the ring, 64 bits."""
-        chain = next(iter(request.chains.get(self.block_tokens * BYTES_PER_TOKEN, ())), b"")
-        if len(chain) < HASH_BYTES:
+        block_bytes = self.block_tokens * contract.BYTES_PER_TOKEN
+        chain = next(iter(request.chains.get(block_bytes, ())), b"")
+        if len(chain) < contract.HASH_BYTES:
             return xxhash.xxh64_intdigest(request.request_id.encode("utf-8", "surrogatepass"))
+        blocks = min(len(chain) // contract.HASH_BYTES, _BITS // self.bits_per_block)
         place = left = 0
-        for at in range(0, min(len(chain), _BITS // self.bits_per_block * HASH_BYTES), HASH_BYTES):
-            block = int.from_bytes(chain[at : at + HASH_BYTES], sys.byteorder)
+        for at in range(0, blocks * contract.HASH_BYTES, contract.HASH_BYTES):
+            block = int.from_bytes(chain[at : at + contract.HASH_BYTES], sys.byteorder)
             place = place << self.bits_per_block | block >> _BITS - self.bits_per_block
             left = block
         # The rest comes from the last block, so equal prompts stay equal.
-        used = min(len(chain) // HASH_BYTES, _BITS // self.bits_per_block) * self.bits_per_block
+        used = blocks * self.bits_per_block
         rest = _BITS - used
         return (place << rest | (left << self.bits_per_block & _WORD) >> used) if rest else place
 
@@ -93,16 +82,16 @@ class EarlyBlocksHash(Parameters, frozen=True):
 SCORERS: Final = (EarlyBlocksHash,)
 
 STRATEGIES: Final = (
-    Strategy(
+    contract.Strategy(
         name="early-blocks-hash",
         idea="GIE's proposal 0602, the alternative: a ring on which prompts with a common beginning are close.",
         omissions="the proposal names no formula: this one is ours, and knows no adapters",
-        config=config_of(step(EarlyBlocksHash.type_name)),
+        config=contract.config_of(contract.step(EarlyBlocksHash.type_name)),
     ),
-    Strategy(
+    contract.Strategy(
         name="early-blocks-hash-fixed",
         idea="GIE's alternative with the bound that it asks for: endpoints 25 % above the mean are skipped.",
         omissions="as `early-blocks-hash`",
-        config=config_of(step(EarlyBlocksHash.type_name, loadFactor=1.25)),
+        config=contract.config_of(contract.step(EarlyBlocksHash.type_name, loadFactor=1.25)),
     ),
 )

@@ -9,18 +9,8 @@ from typing import Annotated, ClassVar, Final
 import numpy as np
 from msgspec import Meta
 
-from epp.plugins.contract import (
-    Abilities,
-    Bools,
-    Candidates,
-    Floats,
-    InferenceRequest,
-    Parameters,
-    Strategy,
-    config_of,
-    producer,
-    step,
-)
+from epp.plugins import contract
+from epp.plugins.contract import Abilities, Bools, Candidates, Floats, InferenceRequest, Parameters
 
 _APPROXIMATE: Final = "approx-prefix-cache-producer"
 
@@ -58,15 +48,12 @@ class LoadAwarePrefix(Parameters, frozen=True):
     type_name: ClassVar[str] = "load-aware-prefix-filter"
     abilities: ClassVar[Abilities] = Abilities(reads_index=True)
     producer_type: ClassVar[str] = _APPROXIMATE
+    producer: ClassVar[str] = ""
 
     queue_threshold: Annotated[float, Meta(ge=0)] = 5.0
     kv_cache_threshold: Annotated[float, Meta(ge=0, le=1)] = 0.8
     match_tokens_min: Annotated[float, Meta(ge=0)] = 64.0
     match_ratio_min: Annotated[float, Meta(ge=0, le=1)] = 0.0
-
-    @property
-    def producer(self) -> str | None:
-        return ""
 
     def keep(self, request: InferenceRequest, candidates: Candidates, /) -> Bools:
         below: Bools = (candidates.waiting_requests <= self.queue_threshold) & (
@@ -125,20 +112,20 @@ def _near_the_least(load: Floats) -> Bools:
 FILTERS: Final = (AdapterFirst, LoadAwarePrefix, LeastQueue, LeastKVCache)
 
 STRATEGIES: Final = (
-    Strategy(
+    contract.Strategy(
         name="gie-filter-chain",
         idea=(
             "GIE's first proposal for prefixes: adapter, then the longest match where the queue is at "
             "most 5 and the KV cache at most 0.8 full, then the least queue and KV cache."
         ),
         omissions="one request in a thousand takes a free adapter slot there all the same",
-        config=config_of(
-            producer(_APPROXIMATE),
-            step(AdapterFirst.type_name),
-            step(LoadAwarePrefix.type_name),
-            step(LeastQueue.type_name),
-            step(LeastKVCache.type_name),
-            picker=step("random-picker"),
+        config=contract.config_of(
+            contract.producer(_APPROXIMATE),
+            contract.step(AdapterFirst.type_name),
+            contract.step(LoadAwarePrefix.type_name),
+            contract.step(LeastQueue.type_name),
+            contract.step(LeastKVCache.type_name),
+            picker=contract.step("random-picker"),
         ),
     ),
 )

@@ -7,17 +7,8 @@ from typing import Annotated, ClassVar, Final
 
 from msgspec import Meta
 
-from epp.plugins.contract import (
-    Abilities,
-    Candidates,
-    Floats,
-    InferenceRequest,
-    Parameters,
-    Strategy,
-    config_of,
-    producer,
-    step,
-)
+from epp.plugins import contract
+from epp.plugins.contract import Abilities, Candidates, Floats, InferenceRequest, Parameters
 from homing_rivals.block_load import BlockLoadSettings
 from homing_rivals.lexicographic import scores_by_rank
 
@@ -39,12 +30,9 @@ class DecayedMisses(Parameters, frozen=True):
     type_name: ClassVar[str] = "decayed-misses-scorer"
     abilities: ClassVar[Abilities] = Abilities(reads_index=True)
     producer_type: ClassVar[str] = BlockLoadSettings.type_name
+    producer: ClassVar[str] = producer_type
 
     overlap_weight: Annotated[float, Meta(ge=0)] = 1.0
-
-    @property
-    def producer(self) -> str | None:
-        return self.producer_type
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats | None:
         known = candidates.affinity(self.producer_type)
@@ -59,13 +47,15 @@ class DecayedMisses(Parameters, frozen=True):
 SCORERS: Final = (DecayedMisses,)
 
 STRATEGIES: Final = (
-    Strategy(
+    contract.Strategy(
         name="infera",
         idea="AMD Infera: blocks missed, blocks in flight, and recent misses that fade.",
         omissions=(
             "engines' events; hints how long a prompt is kept; images; its formula knows no "
             "adapters"
         ),
-        config=config_of(producer(BlockLoadSettings.type_name), step(DecayedMisses.type_name)),
+        config=contract.config_of(
+            contract.producer(BlockLoadSettings.type_name), contract.step(DecayedMisses.type_name)
+        ),
     ),
 )

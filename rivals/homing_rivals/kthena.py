@@ -17,20 +17,8 @@ import numpy as np
 import xxhash
 from msgspec import Meta
 
-from epp.plugins.contract import (
-    Abilities,
-    AffinityIndex,
-    Candidates,
-    Floats,
-    InferenceRequest,
-    Origin,
-    Parameters,
-    Seconds,
-    Strategy,
-    config_of,
-    producer,
-    step,
-)
+from epp.plugins import contract
+from epp.plugins.contract import AffinityIndex, Candidates, Floats, InferenceRequest, Seconds
 from homing_rivals.routed_blocks import RoutedBlocks, RoutedBlocksSettings
 
 
@@ -48,8 +36,8 @@ class AnsweredBlocksSettings(RoutedBlocksSettings, frozen=True):
     """
 
     type_name: ClassVar[str] = "answered-blocks-producer"
-    abilities: ClassVar[Abilities] = Abilities(
-        origin=Origin.DECIDED, counts_blocks=True, counts_inflight=True
+    abilities: ClassVar[contract.Abilities] = contract.Abilities(
+        origin=contract.Origin.DECIDED, counts_blocks=True, counts_inflight=True
     )
 
     def open(self) -> AffinityIndex:
@@ -78,7 +66,7 @@ class AnsweredBlocks(RoutedBlocks):
             super().retract(request, slot, noted, now)
 
 
-class TopMatches(Parameters, frozen=True):
+class TopMatches(contract.Parameters, frozen=True):
     """Whole points, trunc(100 m / N) of a hundred, for the `top` longest matches, none for others.
 
     m is the leading blocks that e has, and N the blocks of the prompt. A hash of the request's id
@@ -88,7 +76,7 @@ class TopMatches(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "top-matches-scorer"
-    abilities: ClassVar[Abilities] = Abilities(reads_index=True)
+    abilities: ClassVar[contract.Abilities] = contract.Abilities(reads_index=True)
     producer_type: ClassVar[str] = AnsweredBlocksSettings.type_name
 
     top: Annotated[int, Meta(ge=1)] = 5
@@ -111,7 +99,7 @@ class TopMatches(Parameters, frozen=True):
         return scores
 
 
-class UnstartedRequests(Parameters, frozen=True):
+class UnstartedRequests(contract.Parameters, frozen=True):
     """Whole points, trunc(100 (max b - b) / max b) of a hundred, with b = R + w max(R - U, 0).
 
     R is the requests in flight; U those that the engine last reported as running, 0 if it reported
@@ -123,7 +111,9 @@ class UnstartedRequests(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "unstarted-requests-scorer"
-    abilities: ClassVar[Abilities] = Abilities(reads=("inflight_requests", "running_requests"))
+    abilities: ClassVar[contract.Abilities] = contract.Abilities(
+        reads=("inflight_requests", "running_requests")
+    )
 
     unstarted_weight: Annotated[float, Meta(ge=0)] = 100.0
 
@@ -137,13 +127,13 @@ class UnstartedRequests(Parameters, frozen=True):
         return _whole_points((most - load) / most * 100.0)
 
 
-class FreeKVCachePoints(Parameters, frozen=True):
+class FreeKVCachePoints(contract.Parameters, frozen=True):
     """Whole points, trunc(100 (1 - K)) of a hundred. K is the used share of the KV cache, 0 if not
     reported.
     """
 
     type_name: ClassVar[str] = "free-kv-cache-points-scorer"
-    abilities: ClassVar[Abilities] = Abilities(reads=("kv_cache_usage",))
+    abilities: ClassVar[contract.Abilities] = contract.Abilities(reads=("kv_cache_usage",))
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         return _whole_points((1.0 - np.nan_to_num(candidates.kv_cache_usage)) * 100.0)
@@ -160,7 +150,7 @@ SCORERS: Final = (TopMatches, UnstartedRequests, FreeKVCachePoints)
 INDEXES: Final = (AnsweredBlocksSettings,)
 
 STRATEGIES: Final = (
-    Strategy(
+    contract.Strategy(
         name="kthena",
         idea=(
             "kthena: of who has fewer than ten waiting, points for the prefix (the best five), for "
@@ -171,8 +161,8 @@ STRATEGIES: Final = (
             "one fails; pages once a second: here as often as they are scraped; 400 where ten wait "
             "everywhere: here 429; a filter by adapter, which it ships turned off"
         ),
-        config=config_of(
-            producer(
+        config=contract.config_of(
+            contract.producer(
                 AnsweredBlocksSettings.type_name,
                 blockTokens=16,
                 blocksPerRequestMax=128,
@@ -181,11 +171,13 @@ STRATEGIES: Final = (
                 contiguous=True,
                 tailFirst=True,
             ),
-            step("utilization-filter", conditions=[{"metric": "waiting-queue", "maxValue": 9}]),
-            step(UnstartedRequests.type_name),
-            step(FreeKVCachePoints.type_name),
-            step(TopMatches.type_name),
-            picker=step("random-tie-picker"),
+            contract.step(
+                "utilization-filter", conditions=[{"metric": "waiting-queue", "maxValue": 9}]
+            ),
+            contract.step(UnstartedRequests.type_name),
+            contract.step(FreeKVCachePoints.type_name),
+            contract.step(TopMatches.type_name),
+            picker=contract.step("random-tie-picker"),
         ),
     ),
 )

@@ -10,24 +10,14 @@ import numpy as np
 import xxhash
 from msgspec import Meta
 
-from epp.plugins.contract import (
-    BYTES_PER_TOKEN,
-    Abilities,
-    Bools,
-    Candidates,
-    Floats,
-    InferenceRequest,
-    Parameters,
-    Strategy,
-    config_of,
-    step,
-)
+from epp.plugins import contract
+from epp.plugins.contract import Abilities, Bools, Candidates, Floats, InferenceRequest, Parameters
 from homing_rivals.prompt_blocks import PromptBlocksSettings
 from homing_rivals.ring import ring_of, within_bound
 
 _BLOCK_TOKENS: Final = 25
 """Tokens of a prompt without text that stand for its 100 characters."""
-_BLOCK_BYTES: Final = _BLOCK_TOKENS * BYTES_PER_TOKEN
+_BLOCK_BYTES: Final = _BLOCK_TOKENS * contract.BYTES_PER_TOKEN
 
 
 class BoundedPrefixHash(Parameters, frozen=True):
@@ -50,15 +40,12 @@ class BoundedPrefixHash(Parameters, frozen=True):
     type_name: ClassVar[str] = "bounded-prefix-hash-scorer"
     abilities: ClassVar[Abilities] = Abilities(reads_index=True, configures_index=True)
     producer_type: ClassVar[str] = PromptBlocksSettings.type_name
+    producer: ClassVar[str] = producer_type
 
     load_factor: Annotated[float, Meta(ge=1)] = 1.25
     replication: Annotated[int, Meta(ge=1, le=1024)] = 256
     """Points of each endpoint on the ring."""
     prefix_chars: Annotated[int, Meta(ge=1, le=65_536)] = 100
-
-    @property
-    def producer(self) -> str | None:
-        return self.producer_type
 
     @property
     def producer_parameters(self) -> Mapping[str, int]:
@@ -109,10 +96,10 @@ def _holders(request: InferenceRequest, candidates: Candidates) -> Bools:
 SCORERS: Final = (BoundedPrefixHash,)
 
 STRATEGIES: Final = (
-    Strategy(
+    contract.Strategy(
         name="kubeai-chwbl",
         idea="KubeAI: hash 100 characters to a ring, skip endpoints 25 % above the mean.",
         omissions="a request without endpoints waits there, and is refused here",
-        config=config_of(step(BoundedPrefixHash.type_name)),
+        config=contract.config_of(contract.step(BoundedPrefixHash.type_name)),
     ),
 )

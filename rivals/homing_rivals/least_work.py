@@ -8,17 +8,8 @@ from typing import ClassVar, Final
 
 import numpy as np
 
-from epp.plugins.contract import (
-    Abilities,
-    Candidates,
-    Floats,
-    InferenceRequest,
-    Parameters,
-    Strategy,
-    config_of,
-    scores_of_cost,
-    step,
-)
+from epp.plugins import contract
+from epp.plugins.contract import Abilities, Candidates, Floats, InferenceRequest, Parameters
 from homing_rivals.lexicographic import scores_by_rank
 
 
@@ -36,10 +27,7 @@ class LeastPendingWork(Parameters, frozen=True):
     type_name: ClassVar[str] = "least-pending-work-scorer"
     abilities: ClassVar[Abilities] = Abilities(reads_index=True)
     producer_type: ClassVar[str] = "approx-prefix-cache-producer"
-
-    @property
-    def producer(self) -> str | None:
-        return ""
+    producer: ClassVar[str] = ""
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         work = candidates.inflight_prefill_tokens + candidates.uncached_tokens
@@ -57,32 +45,29 @@ class WorkTimesBatch(Parameters, frozen=True):
     type_name: ClassVar[str] = "work-times-batch-scorer"
     abilities: ClassVar[Abilities] = Abilities(reads_index=True)
     producer_type: ClassVar[str] = "approx-prefix-cache-producer"
-
-    @property
-    def producer(self) -> str | None:
-        return ""
+    producer: ClassVar[str] = ""
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         work = candidates.uncached_tokens + 1.0
-        return scores_of_cost(work * (candidates.inflight_requests + 1.0))
+        return contract.scores_of_cost(work * (candidates.inflight_requests + 1.0))
 
 
 SCORERS: Final = (LeastPendingWork, WorkTimesBatch)
 
 STRATEGIES: Final = (
-    Strategy(
+    contract.Strategy(
         name="lpwl",
         idea="LPWL: the fewest tokens to prefill, those of this request included.",
         omissions=(
             "tokens held until the first chunk: here pages and time release them; its formula "
             "knows no adapters"
         ),
-        config=config_of(step(LeastPendingWork.type_name)),
+        config=contract.config_of(contract.step(LeastPendingWork.type_name)),
     ),
-    Strategy(
+    contract.Strategy(
         name="lmetric",
         idea="LMetric: uncached tokens of this request, times requests there.",
         omissions="its formula knows no adapters",
-        config=config_of(step(WorkTimesBatch.type_name)),
+        config=contract.config_of(contract.step(WorkTimesBatch.type_name)),
     ),
 )

@@ -2,10 +2,7 @@
 
 import numpy as np
 
-from epp.plugins.contract import (
-    Floats,
-    scores_of_cost,
-)
+from epp.plugins.contract import Floats, scores_of_cost
 
 
 def scores_by_rank(*costs: Floats) -> Floats:

@@ -11,13 +11,7 @@ Differs: an adapter that only waits counts as running, as in vLLM's lists; it is
 
 from typing import Final
 
-from epp.plugins.contract import (
-    Step,
-    Strategy,
-    config_of,
-    producer,
-    step,
-)
+from epp.plugins.contract import Step, Strategy, config_of, producer, step
 from homing_rivals.routed_blocks import RoutedBlocksSettings
 
 _ROUTED: Final = RoutedBlocksSettings.type_name

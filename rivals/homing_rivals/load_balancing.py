@@ -11,19 +11,8 @@ from typing import ClassVar, Final
 
 import numpy as np
 
-from epp.plugins.contract import (
-    Abilities,
-    Candidates,
-    Floats,
-    InferenceRequest,
-    Ints,
-    Parameters,
-    Strategy,
-    config_of,
-    highest,
-    scores_of_cost,
-    step,
-)
+from epp.plugins import contract
+from epp.plugins.contract import Abilities, Candidates, Floats, InferenceRequest, Ints, Parameters
 
 
 class RandomTie(Parameters, frozen=True):
@@ -38,7 +27,7 @@ class RandomTie(Parameters, frozen=True):
     def pick(
         self, scores: Floats, candidates: Candidates, random: Random, rotation: int, /
     ) -> Ints:
-        tied = highest(scores)
+        tied = contract.highest(scores)
         first = random.randrange(len(tied))
         return tied[first : first + 1]
 
@@ -80,7 +69,7 @@ class DataParallelLoad(Parameters, frozen=True):
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         waiting = candidates.waiting_requests + candidates.unreported_requests
         load = 4.0 * waiting + candidates.running_requests
-        scores = scores_of_cost(load)
+        scores = contract.scores_of_cost(load)
         scores[np.isnan(load)] = np.nan
         return scores
 
@@ -89,30 +78,32 @@ PICKERS: Final = (RandomTie, PowerOfTwo)
 SCORERS: Final = (DataParallelLoad,)
 
 STRATEGIES: Final = (
-    Strategy(
+    contract.Strategy(
         name="random-live",
         idea="Chance: any endpoint.",
-        config=config_of(picker=step("random-picker")),
+        config=contract.config_of(picker=contract.step("random-picker")),
     ),
-    Strategy(
+    contract.Strategy(
         name="round-robin-live",
         idea="Round robin: each endpoint in turn.",
-        config=config_of(picker=step("max-score-picker")),
+        config=contract.config_of(picker=contract.step("max-score-picker")),
     ),
-    Strategy(
+    contract.Strategy(
         name="least-requests-live",
         idea="Least requests: the fewest in flight, equals in turn.",
-        config=config_of(step("active-request-scorer")),
+        config=contract.config_of(contract.step("active-request-scorer")),
     ),
-    Strategy(
+    contract.Strategy(
         name="power-of-two-live",
         idea="Power of two choices: the one of two drawn with fewer requests in flight.",
-        config=config_of(step("active-request-scorer"), picker=step(PowerOfTwo.type_name)),
+        config=contract.config_of(
+            contract.step("active-request-scorer"), picker=contract.step(PowerOfTwo.type_name)
+        ),
     ),
-    Strategy(
+    contract.Strategy(
         name="vllm-data-parallel",
         idea="vLLM between data-parallel ranks: the least of 4 x waiting + running.",
         omissions="reports of load each 100 ms: here as often as pages are scraped",
-        config=config_of(step(DataParallelLoad.type_name)),
+        config=contract.config_of(contract.step(DataParallelLoad.type_name)),
     ),
 )

@@ -4,11 +4,7 @@ import math
 
 import numpy as np
 
-from epp.plugins.contract import (
-    Bools,
-    Floats,
-    Ints,
-)
+from epp.plugins.contract import Bools, Floats, Ints
 
 
 def only(kept: Bools) -> Floats:

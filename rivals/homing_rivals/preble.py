@@ -11,26 +11,15 @@ from typing import Annotated, Any, ClassVar, Final
 import numpy as np
 from msgspec import Meta, Struct
 
+from epp.plugins import contract
 from epp.plugins.contract import (
-    HASH_BYTES,
-    Abilities,
     Affinity,
     AffinityIndex,
     Bools,
     Candidates,
-    Duration,
     Floats,
     InferenceRequest,
-    Parameters,
-    PrefixIndex,
-    PrefixIndexSettings,
     Seconds,
-    Strategy,
-    check_above_zero,
-    config_of,
-    producer,
-    scores_of_cost,
-    step,
 )
 
 _ENTRIES_MAX: Final = 65_536
@@ -38,9 +27,7 @@ _ENTRIES_MAX: Final = 65_536
 _SWEEP_MAX: Final = 4_096
 
 
-class PrebleHistorySettings(
-    PrefixIndexSettings, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True
-):
+class PrebleHistorySettings(contract.PrefixIndexSettings, frozen=True, kw_only=True):
     """`preble-history-producer`: an `approx-prefix-cache-producer` with each endpoint's recent
     requests.
 
@@ -51,11 +38,11 @@ class PrebleHistorySettings(
 
     type_name: ClassVar[str] = "preble-history-producer"
 
-    window: Duration = Duration(180.0)
+    window: contract.Duration = contract.Duration(180.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_above_zero("window", self.window)
+        contract.check_above_zero("window", self.window)
 
     def open(self) -> AffinityIndex:
         """Return a new, empty index."""
@@ -107,7 +94,7 @@ class _Window:
         one.missed_blocks = one.hit_blocks = one.requests = 0
 
 
-class PrebleHistory(PrefixIndex):
+class PrebleHistory(contract.PrefixIndex):
     """An `AffinityIndex`; the unit is one full block."""
 
     def __init__(self, settings: PrebleHistorySettings) -> None:
@@ -148,7 +135,7 @@ class PrebleHistory(PrefixIndex):
         """Record that `slot` caches `request` and computed the part that it had not cached."""
         recorded = super().record(request, slot, now)
         hit = sum(recorded[2])
-        total = sum(len(chain) for chain in self.share(request)) // HASH_BYTES
+        total = sum(len(chain) for chain in self.share(request)) // contract.HASH_BYTES
         one = _Sent(now, total - hit, hit)
         self._windows.setdefault(slot, _Window()).add(one)
         return recorded, one
@@ -178,7 +165,7 @@ class PrebleHistory(PrefixIndex):
                 left -= 1
 
 
-class ExploreExploit(Parameters, frozen=True):
+class ExploreExploit(contract.Parameters, frozen=True):
     """Preble E2: exploit a prefix that is longer than the new part, else explore by cost.
 
     The least L(e) of the endpoints with the longest match wins if hit > T - hit. The least L(e) +
@@ -200,11 +187,12 @@ class ExploreExploit(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "explore-exploit-scorer"
-    abilities: ClassVar[Abilities] = Abilities(
+    abilities: ClassVar[contract.Abilities] = contract.Abilities(
         reads=("inflight_requests", "prefill_tokens_per_s", "prompt_tokens", "uncached_tokens"),
         reads_index=True,
     )
     producer_type: ClassVar[str] = PrebleHistorySettings.type_name
+    producer: ClassVar[str] = producer_type
 
     output_tokens: Annotated[float, Meta(ge=0)] = 45.0
     """Output tokens of an answer, as Preble's code assumes."""
@@ -212,10 +200,6 @@ class ExploreExploit(Parameters, frozen=True):
     """Seconds of one output token, the initial value of Preble's median."""
     rebalance_ratio: Annotated[float, Meta(ge=1)] = 1.5
     rebalance_requests: Annotated[float, Meta(ge=0)] = 50.0
-
-    @property
-    def producer(self) -> str | None:
-        return self.producer_type
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats | None:
         known = candidates.affinity(self.producer_type)
@@ -230,11 +214,11 @@ class ExploreExploit(Parameters, frozen=True):
         if candidates.prompt_tokens - fewest > fewest:
             holds = uncached == fewest
             if not self._rebalances(load, holds, float(known.columns["requests"].mean())):
-                return scores_of_cost(np.where(holds, load, math.inf))
-            return scores_of_cost(load)
+                return contract.scores_of_cost(np.where(holds, load, math.inf))
+            return contract.scores_of_cost(load)
         reused = hits / np.maximum(missed + hits, 1.0)
         pushed_out = known.columns["pushed_out_tokens"] * reused
-        return scores_of_cost(load + (pushed_out + uncached) / speed)
+        return contract.scores_of_cost(load + (pushed_out + uncached) / speed)
 
     def _rebalances(self, load: Floats, holds: Bools, requests: float) -> bool:
         lightest = float(load[holds].min())
@@ -247,7 +231,7 @@ INDEXES: Final = (PrebleHistorySettings,)
 SCORERS: Final = (ExploreExploit,)
 
 STRATEGIES: Final = (
-    Strategy(
+    contract.Strategy(
         name="preble",
         idea=(
             "Preble E2: exploit a prefix longer than what is new, by the load of three minutes; else "
@@ -257,10 +241,10 @@ STRATEGIES: Final = (
             "hot subtrees moved or split ahead of requests; lines fitted for two GPUs; the "
             "measured time of a token; its formula knows no adapters"
         ),
-        config=config_of(
+        config=contract.config_of(
             # Preble assumes 198,516 tokens for a GPU if an engine reports nothing.
-            producer(PrebleHistorySettings.type_name, lruCapacityPerServer=3_101),
-            step(ExploreExploit.type_name),
+            contract.producer(PrebleHistorySettings.type_name, lruCapacityPerServer=3_101),
+            contract.step(ExploreExploit.type_name),
         ),
     ),
 )

@@ -6,16 +6,8 @@ from typing import Annotated, Any, ClassVar, Final
 import numpy as np
 from msgspec import Meta
 
-from epp.plugins.contract import (
-    BYTES_PER_TOKEN,
-    HASH_BYTES,
-    Abilities,
-    Affinity,
-    AffinityIndex,
-    InferenceRequest,
-    Parameters,
-    Seconds,
-)
+from epp.plugins import contract
+from epp.plugins.contract import Affinity, AffinityIndex, InferenceRequest, Parameters, Seconds
 
 _LEVELS_MAX: Final = 12
 """Number of examined lengths: the shortest, twice that, up to 2,048 times."""
@@ -31,7 +23,7 @@ class PrefixPopularitySettings(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "prefix-popularity-producer"
-    abilities: ClassVar[Abilities] = Abilities(counts_blocks=True)
+    abilities: ClassVar[contract.Abilities] = contract.Abilities(counts_blocks=True)
 
     block_tokens: Annotated[int, Meta(ge=16, le=4_096)] = 64
     blocks_min: Annotated[int, Meta(ge=1, le=64)] = 4
@@ -66,7 +58,7 @@ class PrefixPopularity:
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
         """Return the length of the head that is the key, for each slot."""
         chain = self._chain(request)
-        total = len(chain) // HASH_BYTES
+        total = len(chain) // contract.HASH_BYTES
         settings = self.settings
         popular = max(settings.share_max * len(self._last), settings.requests_min)
         blocks = 0
@@ -78,7 +70,8 @@ class PrefixPopularity:
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
         """Count one more request with this beginning."""
         chain = self._chain(request)
-        heads = tuple(_head(chain, each) for each in self._lengths(len(chain) // HASH_BYTES))
+        total = len(chain) // contract.HASH_BYTES
+        heads = tuple(_head(chain, each) for each in self._lengths(total))
         self._last.append(heads)
         self._counts.update(heads)
         if len(self._last) > self.settings.requests_max:
@@ -108,10 +101,11 @@ class PrefixPopularity:
         return [*lengths, min(total, self._blocks_max)] if total else []
 
     def _chain(self, request: InferenceRequest) -> bytes:
-        chains = request.chains_of(self.settings.block_tokens * BYTES_PER_TOKEN, self._blocks_max)
+        block_bytes = self.settings.block_tokens * contract.BYTES_PER_TOKEN
+        chains = request.chains_of(block_bytes, self._blocks_max)
         return chains[0] if chains else b""
 
 
 def _head(chain: bytes, blocks: int) -> bytes:
     """Return the hash of the last block of a head, which stands for all before it."""
-    return chain[(blocks - 1) * HASH_BYTES : blocks * HASH_BYTES]
+    return chain[(blocks - 1) * contract.HASH_BYTES : blocks * contract.HASH_BYTES]

@@ -5,18 +5,8 @@ from typing import Annotated, ClassVar, Final
 import numpy as np
 from msgspec import Meta
 
-from epp.plugins.contract import (
-    Abilities,
-    Candidates,
-    Floats,
-    InferenceRequest,
-    Parameters,
-    Strategy,
-    config_of,
-    producer,
-    scores_of_cost,
-    step,
-)
+from epp.plugins import contract
+from epp.plugins.contract import Abilities, Candidates, Floats, InferenceRequest, Parameters
 from homing_rivals.narrowing import least_of, most_of, only, with_room
 from homing_rivals.radix_tree import RadixTreeSettings
 
@@ -42,12 +32,9 @@ class LongestPrefix(Parameters, frozen=True):
     type_name: ClassVar[str] = "longest-prefix-scorer"
     abilities: ClassVar[Abilities] = Abilities(reads_index=True)
     producer_type: ClassVar[str] = RadixTreeSettings.type_name
+    producer: ClassVar[str] = producer_type
 
     load_factor: Annotated[float, Meta(ge=1)] | None = None
-
-    @property
-    def producer(self) -> str | None:
-        return self.producer_type
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         matched = candidates.affinity(self.producer_type).matched
@@ -70,52 +57,49 @@ class RelativeLoad(Parameters, frozen=True):
     type_name: ClassVar[str] = "relative-load-scorer"
     abilities: ClassVar[Abilities] = Abilities(reads_index=True)
     producer_type: ClassVar[str] = "approx-prefix-cache-producer"
+    producer: ClassVar[str] = ""
 
     beta: Annotated[float, Meta(ge=0)] = 1.0
-
-    @property
-    def producer(self) -> str | None:
-        return ""
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         cached = candidates.matched_blocks * candidates.block_tokens / max(1, request.prompt_tokens)
         inflight = candidates.inflight_requests.astype(np.float64)
         mean = float(inflight.mean())
-        return scores_of_cost(self.beta * (inflight - mean) / max(1.0, mean) - cached)
+        return contract.scores_of_cost(self.beta * (inflight - mean) / max(1.0, mean) - cached)
 
 
 SCORERS: Final = (LongestPrefix, RelativeLoad)
 
 STRATEGIES: Final = (
-    Strategy(
+    contract.Strategy(
         name="production-stack-prefix-aware",
         idea="production-stack prefixaware: any endpoint with the longest cached prefix.",
         omissions="the end of a prompt that fills no block; its formula knows no adapters",
-        config=config_of(
-            producer(
+        config=contract.config_of(
+            contract.producer(
                 RadixTreeSettings.type_name,
                 blockSizeTokens=32,
                 lruCapacityPerServer=67_108_864,
                 memoryMaxBytes=1_073_741_824,
             ),
-            step(LongestPrefix.type_name),
-            picker=step("weighted-random-picker"),
+            contract.step(LongestPrefix.type_name),
+            picker=contract.step("weighted-random-picker"),
         ),
     ),
-    Strategy(
+    contract.Strategy(
         name="production-stack-prefix-aware-fixed",
         idea="production-stack prefixaware within 1.25 times the mean load, with a bounded tree.",
         omissions="as `production-stack-prefix-aware`",
-        config=config_of(
-            producer(RadixTreeSettings.type_name, blockSizeTokens=32),
-            step(LongestPrefix.type_name, loadFactor=1.25),
-            picker=step("weighted-random-picker"),
+        config=contract.config_of(
+            contract.producer(RadixTreeSettings.type_name, blockSizeTokens=32),
+            contract.step(LongestPrefix.type_name, loadFactor=1.25),
+            picker=contract.step("weighted-random-picker"),
         ),
     ),
-    Strategy(
+    contract.Strategy(
         name="production-stack-load-aware",
         idea="production-stack loadaware: share of the prompt cached, less the relative load.",
         omissions="LMCache's reports of cached prefixes; its formula knows no adapters",
-        config=config_of(step(RelativeLoad.type_name)),
+        config=contract.config_of(contract.step(RelativeLoad.type_name)),
     ),
 )

@@ -5,24 +5,17 @@ from typing import Annotated, Any, ClassVar, Final
 import numpy as np
 from msgspec import Meta
 
-from epp.plugins.contract import (
-    BYTES_PER_TOKEN,
-    Abilities,
-    Affinity,
-    AffinityIndex,
-    InferenceRequest,
-    Origin,
-    Parameters,
-    Seconds,
-    Strategy,
-)
+from epp.plugins import contract
+from epp.plugins.contract import Affinity, AffinityIndex, InferenceRequest, Parameters, Seconds
 
 
 class PromptBlocksSettings(Parameters, frozen=True):
     """Settings of the block size, so that replayed traces have such blocks too."""
 
     type_name: ClassVar[str] = "prompt-blocks-producer"
-    abilities: ClassVar[Abilities] = Abilities(origin=Origin.DECIDED, counts_blocks=True)
+    abilities: ClassVar[contract.Abilities] = contract.Abilities(
+        origin=contract.Origin.DECIDED, counts_blocks=True
+    )
 
     block_tokens: Annotated[int, Meta(ge=1)] = 64
     """Tokens in a block."""
@@ -48,7 +41,7 @@ class PromptBlocks:
 
     def configure(self, settings: PromptBlocksSettings) -> bool:
         """Adopt `settings`."""
-        self._block_bytes = settings.block_tokens * BYTES_PER_TOKEN
+        self._block_bytes = settings.block_tokens * contract.BYTES_PER_TOKEN
         self._blocks_max = settings.blocks_max
         return True
 
@@ -74,5 +67,5 @@ class PromptBlocks:
 
 
 INDEXES: Final = (PromptBlocksSettings,)
-STRATEGIES: Final[tuple[Strategy, ...]] = ()
+STRATEGIES: Final[tuple[contract.Strategy, ...]] = ()
 """Strategies of this module: none."""

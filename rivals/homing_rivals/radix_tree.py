@@ -10,15 +10,8 @@ from typing import Annotated, ClassVar, Final
 import numpy as np
 from msgspec import Meta
 
-from epp.plugins.contract import (
-    Affinity,
-    AffinityIndex,
-    Duration,
-    InferenceRequest,
-    PrefixIndex,
-    PrefixIndexSettings,
-    Seconds,
-)
+from epp.plugins import contract
+from epp.plugins.contract import Affinity, AffinityIndex, InferenceRequest, Seconds
 
 FIRST_HOLDER: Final = "first_holder"
 """Column: 1 for the endpoint to which the deepest known block was first routed, 0 for the others."""
@@ -27,10 +20,10 @@ HELD_BLOCKS: Final = "held_blocks"
 DEEPEST_BLOCKS: Final = "deepest_blocks"
 """Column: blocks of the prompt that any endpoint has, candidate or not; one number for all."""
 
-_FOR_EVER: Final = Duration(1e9)
+_FOR_EVER: Final = contract.Duration(1e9)
 
 
-class RadixTreeSettings(PrefixIndexSettings, frozen=True):
+class RadixTreeSettings(contract.PrefixIndexSettings, frozen=True):
     """`radix-tree-producer`: the tree's parameters, named as those of the prefix index.
 
     Differs from the original trees: edges are blocks of tokens and not characters, so a prompt
@@ -47,7 +40,7 @@ class RadixTreeSettings(PrefixIndexSettings, frozen=True):
     """Tokens in a block, as in smg's page."""
     lru_capacity_per_server: Annotated[int, Meta(ge=1)] = 1_048_576
     """Blocks of an endpoint; with 16 tokens each about 2^26 characters, as in smg."""
-    ttl: Duration = _FOR_EVER
+    ttl: contract.Duration = _FOR_EVER
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,7 +63,7 @@ class RadixTreeSettings(PrefixIndexSettings, frozen=True):
         return isinstance(index, RadixTree) and index.configure(self)
 
 
-class RadixTree(PrefixIndex):
+class RadixTree(contract.PrefixIndex):
     """The prefix index, with the columns of this module. The first of several prompts determines
     them.
     """

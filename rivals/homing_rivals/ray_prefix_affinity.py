@@ -7,19 +7,8 @@ from typing import Annotated, ClassVar, Final
 import numpy as np
 from msgspec import Meta
 
-from epp.plugins.contract import (
-    Abilities,
-    Candidates,
-    Floats,
-    InferenceRequest,
-    Ints,
-    Parameters,
-    Strategy,
-    config_of,
-    highest,
-    producer,
-    step,
-)
+from epp.plugins import contract
+from epp.plugins.contract import Abilities, Candidates, Floats, InferenceRequest, Ints, Parameters
 from homing_rivals.narrowing import least_of, most_of, only
 from homing_rivals.radix_tree import HELD_BLOCKS, RadixTreeSettings
 
@@ -39,13 +28,10 @@ class RayPrefixAffinity(Parameters, frozen=True):
     type_name: ClassVar[str] = "ray-prefix-affinity-scorer"
     abilities: ClassVar[Abilities] = Abilities(reads_index=True)
     producer_type: ClassVar[str] = RadixTreeSettings.type_name
+    producer: ClassVar[str] = producer_type
 
     match_rate_threshold: Annotated[float, Meta(ge=0, le=1)] = 0.1
     imbalanced_threshold: Annotated[float, Meta(ge=0)] | None = None
-
-    @property
-    def producer(self) -> str | None:
-        return self.producer_type
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         inflight = candidates.inflight_requests
@@ -73,7 +59,7 @@ class TwoOfBest(Parameters, frozen=True):
     def pick(
         self, scores: Floats, candidates: Candidates, random: Random, rotation: int, /
     ) -> Ints:
-        tied = highest(scores)
+        tied = contract.highest(scores)
         drawn = random.sample(range(len(tied)), min(2, len(tied)))
         inflight = candidates.inflight_requests
         winner = min(drawn, key=lambda at: int(inflight[tied[at]]))
@@ -85,17 +71,17 @@ SCORERS: Final = (RayPrefixAffinity,)
 PICKERS: Final = (TwoOfBest,)
 
 STRATEGIES: Final = (
-    Strategy(
+    contract.Strategy(
         name="ray-prefix-affinity",
         idea="Ray Serve 2.60: the best match from 10 % on, else the smallest tree.",
         omissions=(
             "characters, here blocks of 16 tokens; queue lengths that replicas are asked for; "
             "its multiplexing of adapters"
         ),
-        config=config_of(
-            producer(RadixTreeSettings.type_name, blockSizeTokens=16),
-            step(RayPrefixAffinity.type_name),
-            picker=step(TwoOfBest.type_name),
+        config=contract.config_of(
+            contract.producer(RadixTreeSettings.type_name, blockSizeTokens=16),
+            contract.step(RayPrefixAffinity.type_name),
+            picker=contract.step(TwoOfBest.type_name),
         ),
     ),
 )

@@ -11,13 +11,7 @@ import numpy as np
 import xxhash
 from msgspec import Struct
 
-from epp.plugins.contract import (
-    Bools,
-    Candidates,
-    Hashes,
-    Ints,
-    rendezvous_weights,
-)
+from epp.plugins.contract import Bools, Candidates, Hashes, Ints, rendezvous_weights
 
 _RINGS_MAX: Final = 8
 """Sets of endpoints whose ring is stored; 1,000 endpoints with 256 points each take 4 MB."""

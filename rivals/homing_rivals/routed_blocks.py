@@ -13,23 +13,13 @@ from typing import Annotated, Any, ClassVar, Final
 import numpy as np
 from msgspec import Meta
 
-from epp.plugins.contract import (
-    BYTES_PER_TOKEN,
-    Abilities,
-    Affinity,
-    AffinityIndex,
-    InferenceRequest,
-    Ints,
-    Origin,
-    Parameters,
-    Seconds,
-    block_lists,
-)
+from epp.plugins import contract
+from epp.plugins.contract import Abilities, Affinity, AffinityIndex, InferenceRequest, Ints, Seconds
 
 _CHAIN_BLOCKS_MAX: Final = 65_536
 
 
-class RoutedBlocksSettings(Parameters, frozen=True):
+class RoutedBlocksSettings(contract.Parameters, frozen=True):
     """`routed-blocks-producer`: the estimated caches of GIE v1 and llm-d-router.
 
     matched(e) = blocks of the prompt that were routed to e, up to the first that no endpoint has.
@@ -42,7 +32,7 @@ class RoutedBlocksSettings(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "routed-blocks-producer"
-    abilities: ClassVar[Abilities] = Abilities(origin=Origin.DECIDED, counts_blocks=True)
+    abilities: ClassVar[Abilities] = Abilities(origin=contract.Origin.DECIDED, counts_blocks=True)
 
     block_tokens: Annotated[int, Meta(ge=1, le=4_096)] = 64
     """Tokens in a block, 4 bytes each."""
@@ -188,9 +178,10 @@ class RoutedBlocks:
     def _prompts(self, request: InferenceRequest) -> list[list[int]]:
         """The hashes of each prompt, one a block."""
         settings = self._settings
-        block_bytes, most = settings.block_tokens * BYTES_PER_TOKEN, settings.blocks_per_request_max
+        block_bytes = settings.block_tokens * contract.BYTES_PER_TOKEN
+        most = settings.blocks_per_request_max
         chains = request.chains_of(block_bytes, most)
-        prompts = block_lists(chains, most)
+        prompts = contract.block_lists(chains, most)
         if settings.last_partial_block:
             for hashes, tail in zip(prompts, request.tails_of(block_bytes, most), strict=False):
                 if tail is not None:

@@ -6,17 +6,8 @@ import numpy as np
 import xxhash
 from msgspec import Meta
 
-from epp.plugins.contract import (
-    Abilities,
-    Candidates,
-    Floats,
-    InferenceRequest,
-    Parameters,
-    Strategy,
-    config_of,
-    scores_of_cost,
-    step,
-)
+from epp.plugins import contract
+from epp.plugins.contract import Abilities, Candidates, Floats, InferenceRequest, Parameters
 
 
 class BoundedSession(Parameters, frozen=True):
@@ -31,12 +22,9 @@ class BoundedSession(Parameters, frozen=True):
     type_name: ClassVar[str] = "bounded-session-scorer"
     abilities: ClassVar[Abilities] = Abilities(reads_index=True)
     producer_type: ClassVar[str] = "session-id-producer"
+    producer: ClassVar[str] = producer_type
 
     skew: Annotated[float, Meta(ge=1)] = 1.5
-
-    @property
-    def producer(self) -> str | None:
-        return self.producer_type
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         inflight = candidates.inflight_requests
@@ -45,7 +33,7 @@ class BoundedSession(Parameters, frozen=True):
         stays = home & (inflight <= limit)
         if stays.any():
             return stays.astype(np.float64)
-        return scores_of_cost(inflight.astype(np.float64))
+        return contract.scores_of_cost(inflight.astype(np.float64))
 
 
 class RendezvousSession(Parameters, frozen=True):
@@ -74,23 +62,25 @@ class RendezvousSession(Parameters, frozen=True):
 SCORERS: Final = (BoundedSession, RendezvousSession)
 
 STRATEGIES: Final = (
-    Strategy(
+    contract.Strategy(
         name="session-sticky",
         idea="Session affinity, plain: where the session was last, else the fewest in flight.",
         # The scores of load are at most 1.
-        config=config_of(
-            step("session-affinity-scorer", 2, strategy="session_id"),
-            step("active-request-scorer"),
+        config=contract.config_of(
+            contract.step("session-affinity-scorer", 2, strategy="session_id"),
+            contract.step("active-request-scorer"),
         ),
     ),
-    Strategy(
+    contract.Strategy(
         name="session-bounded",
         idea="Session affinity, bounded: until the endpoint has 1.5 times the mean in flight.",
-        config=config_of(step(BoundedSession.type_name)),
+        config=contract.config_of(contract.step(BoundedSession.type_name)),
     ),
-    Strategy(
+    contract.Strategy(
         name="session-rendezvous",
         idea="Session affinity without a memory, as AIBrix has it: a session's hash and no bound.",
-        config=config_of(step(RendezvousSession.type_name), picker=step("random-tie-picker")),
+        config=contract.config_of(
+            contract.step(RendezvousSession.type_name), picker=contract.step("random-tie-picker")
+        ),
     ),
 )

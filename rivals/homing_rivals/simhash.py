@@ -7,19 +7,8 @@ import numpy as np
 import xxhash
 from msgspec import Meta
 
-from epp.plugins.contract import (
-    BYTES_PER_TOKEN,
-    HASH_BYTES,
-    Abilities,
-    Candidates,
-    Floats,
-    InferenceRequest,
-    Ints,
-    Parameters,
-    Strategy,
-    config_of,
-    step,
-)
+from epp.plugins import contract
+from epp.plugins.contract import Abilities, Candidates, Floats, InferenceRequest, Ints, Parameters
 from homing_rivals.narrowing import least_of, only, with_room
 
 _BITS: Final = 64
@@ -41,7 +30,7 @@ def simhash(features: Ints) -> int:
 
     Charikar, "Similarity estimation techniques from rounding algorithms" (2002).
     """
-    octets = features.astype(">u8").view(np.uint8).reshape(len(features), HASH_BYTES)
+    octets = features.astype(">u8").view(np.uint8).reshape(len(features), contract.HASH_BYTES)
     votes = np.unpackbits(octets, axis=1).sum(axis=0, dtype=np.int64)
     return int.from_bytes(np.packbits(2 * votes > len(features)).tobytes(), "big")
 
@@ -64,6 +53,7 @@ class SimHashRing(Parameters, frozen=True):
     type_name: ClassVar[str] = "simhash-ring-scorer"
     abilities: ClassVar[Abilities] = Abilities(reads_index=True)
     producer_type: ClassVar[str] = "approx-prefix-cache-producer"
+    producer: ClassVar[str] = ""
 
     text_bytes: Annotated[int, Meta(ge=1, le=65_536)] = 512
     locality: Locality = Locality.HASHED
@@ -72,10 +62,6 @@ class SimHashRing(Parameters, frozen=True):
     """Factor of the mean requests in flight above which an endpoint is skipped, or None for no
     limit.
     """
-
-    @property
-    def producer(self) -> str | None:
-        return ""
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         inflight = candidates.inflight_requests
@@ -98,10 +84,10 @@ class SimHashRing(Parameters, frozen=True):
                 [xxhash.xxh64_intdigest(text[at : at + _SHINGLE_BYTES]) for at in shingles],
                 dtype=np.uint64,
             )
-        block_bytes = block_tokens * BYTES_PER_TOKEN
+        block_bytes = block_tokens * contract.BYTES_PER_TOKEN
         chains = request.chains.get(block_bytes)
         blocks = max(1, self.text_bytes // block_bytes)
-        chain = chains[0][: blocks * HASH_BYTES] if chains else b""
+        chain = chains[0][: blocks * contract.HASH_BYTES] if chains else b""
         return np.frombuffer(chain, dtype=np.uint64)
 
     def _key(self, fingerprint: int) -> int:
@@ -113,19 +99,21 @@ class SimHashRing(Parameters, frozen=True):
 SCORERS: Final = (SimHashRing,)
 
 STRATEGIES: Final = (
-    Strategy(
+    contract.Strategy(
         name="production-stack-simhash",
         idea="production-stack #239: the owner of a hash of the prompt's SimHash on a ring.",
         omissions=(
             "the proposal's test of load, which keeps the busiest; JSON text of messages; its "
             "formula knows no adapters"
         ),
-        config=config_of(step(SimHashRing.type_name)),
+        config=contract.config_of(contract.step(SimHashRing.type_name)),
     ),
-    Strategy(
+    contract.Strategy(
         name="production-stack-simhash-fixed",
         idea="SimHash by its first bits, so that near duplicates meet, within 1.25 times the mean.",
         omissions="JSON text of messages; its formula knows no adapters",
-        config=config_of(step(SimHashRing.type_name, locality="band", loadFactor=1.25)),
+        config=contract.config_of(
+            contract.step(SimHashRing.type_name, locality="band", loadFactor=1.25)
+        ),
     ),
 )

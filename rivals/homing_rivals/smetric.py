@@ -9,17 +9,8 @@ from typing import Annotated, ClassVar, Final
 import numpy as np
 from msgspec import Meta
 
-from epp.plugins.contract import (
-    Abilities,
-    Candidates,
-    Floats,
-    InferenceRequest,
-    Parameters,
-    Strategy,
-    config_of,
-    scores_of_cost,
-    step,
-)
+from epp.plugins import contract
+from epp.plugins.contract import Abilities, Candidates, Floats, InferenceRequest, Parameters
 
 
 class StayInTime(Parameters, frozen=True):
@@ -44,6 +35,7 @@ class StayInTime(Parameters, frozen=True):
     type_name: ClassVar[str] = "stay-in-time-scorer"
     abilities: ClassVar[Abilities] = Abilities(reads_index=True)
     producer_type: ClassVar[str] = "approx-prefix-cache-producer"
+    producer: ClassVar[str] = ""
 
     attention_tokens: Annotated[float, Meta(gt=0)] = 32_768.0
     hit_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.5
@@ -51,10 +43,6 @@ class StayInTime(Parameters, frozen=True):
     base_ms: Annotated[float, Meta(ge=0)] = 500.0
     colocated: bool = True
     """True if endpoints that prefill also decode, so that their running requests count."""
-
-    @property
-    def producer(self) -> str | None:
-        return ""
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         speed = candidates.prefill_tokens_per_s
@@ -67,10 +55,10 @@ class StayInTime(Parameters, frozen=True):
         most = float(hit.max())
         holds = hit == most
         if most > self.hit_ratio * prompt and ((fits & holds).any() or not fits.any()):
-            return scores_of_cost(np.where(holds, queued, math.inf))
+            return contract.scores_of_cost(np.where(holds, queued, math.inf))
         if self.colocated:
             queued = queued * (candidates.inflight_requests + 1.0)
-        return scores_of_cost(queued)
+        return contract.scores_of_cost(queued)
 
     def _cost(self, tokens: "Floats | float", prompt: float) -> Floats:
         """Return the cost at a speed of one token a second."""
@@ -81,7 +69,7 @@ class StayInTime(Parameters, frozen=True):
 SCORERS: Final = (StayInTime,)
 
 STRATEGIES: Final = (
-    Strategy(
+    contract.Strategy(
         name="smetric",
         idea=(
             "SMetric: stay with who holds most while the first token comes in time, else the least "
@@ -92,6 +80,6 @@ STRATEGIES: Final = (
             "until the first chunk: here pages and time release them; its formula knows no "
             "adapters"
         ),
-        config=config_of(step(StayInTime.type_name)),
+        config=contract.config_of(contract.step(StayInTime.type_name)),
     ),
 )

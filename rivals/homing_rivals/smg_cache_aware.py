@@ -12,20 +12,8 @@ from typing import Annotated, ClassVar, Final
 import numpy as np
 from msgspec import Meta
 
-from epp.plugins.contract import (
-    Abilities,
-    Affinity,
-    Bools,
-    Candidates,
-    Floats,
-    InferenceRequest,
-    Ints,
-    Parameters,
-    Strategy,
-    config_of,
-    producer,
-    step,
-)
+from epp.plugins import contract
+from epp.plugins.contract import Affinity, Bools, Candidates, Floats, InferenceRequest, Ints
 from homing_rivals.narrowing import first_of, least_of, most_of, only
 from homing_rivals.radix_tree import DEEPEST_BLOCKS, FIRST_HOLDER, RadixTreeSettings
 
@@ -67,7 +55,7 @@ def _share(tree: Affinity) -> float:
     return 0.0 if deepest is None else float(deepest[0]) / (tree.total or 1)
 
 
-class CacheAware1(Parameters, frozen=True):
+class CacheAware1(contract.Parameters, frozen=True):
     """Generation 1 (SGLang router, sgl-project/sglang #2114, to sglang-router 0.3.2).
 
     The fewest requests win if max R - min R > abs and max R > rel * min R. The endpoint that was
@@ -85,16 +73,13 @@ class CacheAware1(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "smg-cache-aware-1-scorer"
-    abilities: ClassVar[Abilities] = Abilities(reads_index=True)
+    abilities: ClassVar[contract.Abilities] = contract.Abilities(reads_index=True)
     producer_type: ClassVar[str] = RadixTreeSettings.type_name
+    producer: ClassVar[str] = producer_type
 
     cache_threshold: Annotated[float, Meta(ge=0, le=1)] = 0.3
     balance_abs: Annotated[float, Meta(ge=0)] = 64.0
     balance_rel: Annotated[float, Meta(ge=1)] = 1.5
-
-    @property
-    def producer(self) -> str | None:
-        return self.producer_type
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         inflight = candidates.inflight_requests
@@ -105,7 +90,7 @@ class CacheAware1(Parameters, frozen=True):
         return only(first_of(least_of(inflight)) if held is None else held)
 
 
-class CacheAware4(Parameters, frozen=True):
+class CacheAware4(contract.Parameters, frozen=True):
     """Generation 4 (smg-project/smg #2341, smg 1.13.0): expected wait decides among the endpoints
     with a match.
 
@@ -127,8 +112,9 @@ class CacheAware4(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "smg-cache-aware-4-scorer"
-    abilities: ClassVar[Abilities] = Abilities(reads_index=True)
+    abilities: ClassVar[contract.Abilities] = contract.Abilities(reads_index=True)
     producer_type: ClassVar[str] = RadixTreeSettings.type_name
+    producer: ClassVar[str] = producer_type
 
     cache_threshold: Annotated[float, Meta(ge=0, le=1)] = 0.3
     balance_abs: Annotated[float, Meta(ge=0)] = 64.0
@@ -136,10 +122,6 @@ class CacheAware4(Parameters, frozen=True):
     kv_overload: Annotated[float, Meta(ge=0, le=1)] = 1.0
     kv_balance: Annotated[float, Meta(ge=0, le=1)] = 1.0
     overlap_decay: Annotated[float, Meta(ge=0)] = 0.0
-
-    @property
-    def producer(self) -> str | None:
-        return self.producer_type
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         holders = np.zeros(len(candidates), dtype=np.bool_)
@@ -226,22 +208,22 @@ def expected_wait_s(candidates: Candidates) -> Floats:
 
 SCORERS: Final = (CacheAware1, CacheAware4)
 
-_TREE: Final = producer(RadixTreeSettings.type_name, blockSizeTokens=16)
+_TREE: Final = contract.producer(RadixTreeSettings.type_name, blockSizeTokens=16)
 
 STRATEGIES: Final = (
-    Strategy(
+    contract.Strategy(
         name="smg-cache-aware-1",
         idea="SGLang router 0.3.2: the endpoint first sent the prefix; the first of the least loaded.",
         omissions="characters, here blocks of 16 tokens; its formula knows no adapters",
-        config=config_of(_TREE, step(CacheAware1.type_name)),
+        config=contract.config_of(_TREE, contract.step(CacheAware1.type_name)),
     ),
-    Strategy(
+    contract.Strategy(
         name="smg-cache-aware-4",
         idea="smg 1.13.0: the endpoint with the prefix, the shortest expected wait and not too full.",
         omissions=(
             "tokens reported each 10 s: here this picker's own count; its veto of overloaded "
             "workers; its formula knows no adapters, its keys do"
         ),
-        config=config_of(_TREE, step(CacheAware4.type_name)),
+        config=contract.config_of(_TREE, contract.step(CacheAware4.type_name)),
     ),
 )

@@ -7,14 +7,8 @@ import numpy as np
 import xxhash
 from msgspec import Meta, Struct
 
-from epp.plugins.contract import (
-    Abilities,
-    Affinity,
-    AffinityIndex,
-    InferenceRequest,
-    Parameters,
-    Seconds,
-)
+from epp.plugins import contract
+from epp.plugins.contract import Affinity, AffinityIndex, InferenceRequest, Parameters, Seconds
 
 TOKENS: Final = "tokens"
 """Column, the same for all: weighted tokens of this request's user."""
@@ -29,7 +23,7 @@ class UserTokensSettings(Parameters, frozen=True):
     """Tokens in, and twice the estimated tokens out."""
 
     type_name: ClassVar[str] = "user-tokens-producer"
-    abilities: ClassVar[Abilities] = Abilities(names_sessions=True)
+    abilities: ClassVar[contract.Abilities] = contract.Abilities(names_sessions=True)
 
     header_name: Annotated[str, Meta(min_length=1)] = "user"
     """Request header with the user; the session replaces a missing one."""

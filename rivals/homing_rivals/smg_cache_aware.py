@@ -55,7 +55,19 @@ def _share(tree: Affinity) -> float:
     return 0.0 if deepest is None else float(deepest[0]) / (tree.total or 1)
 
 
-class CacheAware1(contract.Parameters, frozen=True):
+class _CacheAware(contract.Parameters, frozen=True):
+    """The parameters of both generations."""
+
+    abilities: ClassVar[contract.Abilities] = contract.Abilities(reads_index=True)
+    producer_type: ClassVar[str] = RadixTreeSettings.type_name
+    producer: ClassVar[str] = producer_type
+
+    cache_threshold: Annotated[float, Meta(ge=0, le=1)] = 0.3
+    balance_abs: Annotated[float, Meta(ge=0)] = 64.0
+    balance_rel: Annotated[float, Meta(ge=1)] = 1.5
+
+
+class CacheAware1(_CacheAware, frozen=True):
     """Generation 1 (SGLang router, sgl-project/sglang #2114, to sglang-router 0.3.2).
 
     The fewest requests win if max R - min R > abs and max R > rel * min R. The endpoint that was
@@ -73,13 +85,6 @@ class CacheAware1(contract.Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "smg-cache-aware-1-scorer"
-    abilities: ClassVar[contract.Abilities] = contract.Abilities(reads_index=True)
-    producer_type: ClassVar[str] = RadixTreeSettings.type_name
-    producer: ClassVar[str] = producer_type
-
-    cache_threshold: Annotated[float, Meta(ge=0, le=1)] = 0.3
-    balance_abs: Annotated[float, Meta(ge=0)] = 64.0
-    balance_rel: Annotated[float, Meta(ge=1)] = 1.5
 
     def score(self, request: InferenceRequest, candidates: Candidates, /) -> Floats:
         inflight = candidates.inflight_requests
@@ -90,7 +95,7 @@ class CacheAware1(contract.Parameters, frozen=True):
         return only(first_of(least_of(inflight)) if held is None else held)
 
 
-class CacheAware4(contract.Parameters, frozen=True):
+class CacheAware4(_CacheAware, frozen=True):
     """Generation 4 (smg-project/smg #2341, smg 1.13.0): expected wait decides among the endpoints
     with a match.
 
@@ -112,13 +117,7 @@ class CacheAware4(contract.Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "smg-cache-aware-4-scorer"
-    abilities: ClassVar[contract.Abilities] = contract.Abilities(reads_index=True)
-    producer_type: ClassVar[str] = RadixTreeSettings.type_name
-    producer: ClassVar[str] = producer_type
 
-    cache_threshold: Annotated[float, Meta(ge=0, le=1)] = 0.3
-    balance_abs: Annotated[float, Meta(ge=0)] = 64.0
-    balance_rel: Annotated[float, Meta(ge=1)] = 1.5
     kv_overload: Annotated[float, Meta(ge=0, le=1)] = 1.0
     kv_balance: Annotated[float, Meta(ge=0, le=1)] = 1.0
     overlap_decay: Annotated[float, Meta(ge=0)] = 0.0

@@ -29,11 +29,46 @@ class Summary(Struct, frozen=True, kw_only=True):
     """Names of fields whose own fields replace them in the file."""
 
 
-class Requests(Summary, frozen=True, kw_only=True):
-    """The number of requests that were sent, and how they ended."""
+class CommandSummary(Summary, frozen=True, kw_only=True):
+    """The summary of one command: a whole summary.json."""
+
+    schema: int = SCHEMA
+    complete: bool
+    """True if everything that the command was to do has been done."""
+
+
+class SeedsSummary(CommandSummary, frozen=True, kw_only=True):
+    """The summary of a command that repeats runs with other seeds."""
+
+    first_seed: int
+    seeds: int
+
+
+class SearchSummary(CommandSummary, frozen=True, kw_only=True):
+    """The summary of a search over repeated runs, with the version of Homing that made it."""
+
+    version: str
+    first_seed: int
+    seeds: int
+    varied: str
+    generated: bool
+
+
+class SentRequests(Summary, frozen=True, kw_only=True):
+    """The number of requests that were sent, and of those that were completed."""
 
     sent: int
     complete: int
+
+    @property
+    def share_lost(self) -> float:
+        """Share of the requests that were not completed; 0 if there are none."""
+        return 1 - self.complete / self.sent if self.sent else 0.0
+
+
+class Requests(SentRequests, frozen=True, kw_only=True):
+    """The number of requests that were sent, and how they ended."""
+
     refused: int
     failed: int
     aborted: int
@@ -42,11 +77,6 @@ class Requests(Summary, frozen=True, kw_only=True):
     def ended(self) -> dict[str, int]:
         """Number of requests by fate."""
         return {name: getattr(self, name) for name in self.__struct_fields__[1:]}
-
-    @property
-    def share_lost(self) -> float:
-        """Share of the requests that were not completed; 0 if there are none."""
-        return 1 - self.complete / self.sent if self.sent else 0.0
 
 
 class Distribution(Summary, frozen=True, kw_only=True):
@@ -91,24 +121,12 @@ class PartSummary(Summary, frozen=True, kw_only=True):
 
     start_s: float
     end_s: float
-    requests: "PartRequests"
+    requests: SentRequests
     ttft_s: Distribution
     tpot_s: Distribution
     itl_s: TokenGapSummary
     e2e_s: Distribution
     goodput: Goodput
-
-
-class PartRequests(Summary, frozen=True, kw_only=True):
-    """The number of requests that arrived in a part of a run, and of the completed ones."""
-
-    sent: int
-    complete: int
-
-    @property
-    def share_lost(self) -> float:
-        """Share of the requests that were not completed; 0 if there are none."""
-        return 1 - self.complete / self.sent if self.sent else 0.0
 
 
 class Spread(Summary, frozen=True, kw_only=True):
@@ -310,13 +328,11 @@ class Ceilings(Summary, frozen=True, kw_only=True):
     random_at_capacity: float
 
 
-class ReplaySummary(Summary, frozen=True, kw_only=True):
+class ReplaySummary(CommandSummary, frozen=True, kw_only=True):
     """The summary of `sim replay`."""
 
     INLINED: ClassVar[frozenset[str]] = frozenset({"run"})
 
-    schema: int = SCHEMA
-    complete: bool
     seed: int
     config: str
     conditions: Conditions
@@ -363,13 +379,9 @@ class ComparedConfig(Summary, frozen=True, kw_only=True):
     """Difference from the first configuration, by measure."""
 
 
-class ComparisonSummary(Summary, frozen=True, kw_only=True):
+class ComparisonSummary(SeedsSummary, frozen=True, kw_only=True):
     """The summary of `sim compare`."""
 
-    schema: int = SCHEMA
-    complete: bool
-    first_seed: int
-    seeds: int
     conditions: Conditions
     assumptions: list[AssumptionSummary]
     varied: str
@@ -392,13 +404,9 @@ class SweepPoint(Summary, frozen=True, kw_only=True):
     figures: dict[str, EstimateSummary]
 
 
-class SweepSummary(Summary, frozen=True, kw_only=True):
+class SweepSummary(SeedsSummary, frozen=True, kw_only=True):
     """The summary of `sim sweep`."""
 
-    schema: int = SCHEMA
-    complete: bool
-    first_seed: int
-    seeds: int
     varied: str
     generated: bool
     trace_rate: float
@@ -431,13 +439,9 @@ class ReplicasRow(Summary, frozen=True, kw_only=True):
     busiest_pod_over_mean: Range
 
 
-class ReplicasSummary(Summary, frozen=True, kw_only=True):
+class ReplicasSummary(SeedsSummary, frozen=True, kw_only=True):
     """The summary of `sim replicas`."""
 
-    schema: int = SCHEMA
-    complete: bool
-    first_seed: int
-    seeds: int
     pods: int
     rows: list[ReplicasRow]
 
@@ -510,16 +514,9 @@ class PowerSummary(Summary, frozen=True, kw_only=True):
     suffice are missing."""
 
 
-class TuneSummary(Summary, frozen=True, kw_only=True):
+class TuneSummary(SearchSummary, frozen=True, kw_only=True):
     """The summary of `sim tune`."""
 
-    schema: int = SCHEMA
-    complete: bool
-    version: str
-    first_seed: int
-    seeds: int
-    varied: str
-    generated: bool
     config: str
     config_hash: str | None
     tuned_name: str
@@ -680,16 +677,9 @@ class WarmUpSummary(Summary, frozen=True, kw_only=True):
     """
 
 
-class SizeSummary(Summary, frozen=True, kw_only=True):
+class SizeSummary(SearchSummary, frozen=True, kw_only=True):
     """The summary of `sim size`."""
 
-    schema: int = SCHEMA
-    complete: bool
-    version: str
-    first_seed: int
-    seeds: int
-    varied: str
-    generated: bool
     conditions: Conditions
     assumptions: list[AssumptionSummary]
     pods_max: int
@@ -825,13 +815,9 @@ class FailedCell(Summary, frozen=True, kw_only=True):
     problem: str
 
 
-class LeaderboardSummary(Summary, frozen=True, kw_only=True):
+class LeaderboardSummary(SeedsSummary, frozen=True, kw_only=True):
     """The summary of `sim leaderboard`."""
 
-    schema: int = SCHEMA
-    complete: bool
-    first_seed: int
-    seeds: int
     requests: int
     cells: int
     cases: list[CaseSummary]
@@ -876,11 +862,9 @@ class DrivenRequests(Summary, frozen=True, kw_only=True):
     cut: int
 
 
-class DriveSummary(Summary, frozen=True, kw_only=True):
+class DriveSummary(CommandSummary, frozen=True, kw_only=True):
     """The summary of `sim drive`."""
 
-    schema: int = SCHEMA
-    complete: bool
     conditions: Conditions
     took_s: float | None
     requests: DrivenRequests

@@ -6,23 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from sim.experiments.jobs import (
-    Experiment,
-    Result,
-    Results,
-    add_experiment_options,
-    ended_of,
-    estimate_summary,
-    varied_between,
-)
-from sim.experiments.run_options import (
-    POLICY_HELP,
-    add_run_options,
-    conditions,
-    named_policies,
-    run_settings,
-    tell_warnings,
-)
+from sim.experiments import run_options
+from sim.experiments.jobs import Experiment, Result, Results, add_experiment_options
+from sim.experiments.repetitions import ended_of, estimate_summary, varied_between
 from sim.measurement.assumptions import assumptions_of
 from sim.measurement.intervals import Difference, compare_runs, estimated
 from sim.measurement.measures import Series, figures_of, rounded
@@ -59,9 +45,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         required=True,
         metavar="FILE|NAME",
         help="configuration; give at least two, or several --replicas. The first is the reference. "
-        + POLICY_HELP,
+        + run_options.POLICY_HELP,
     )
-    add_run_options(parser, several_replicas=True)
+    run_options.add_run_options(parser, several_replicas=True)
     add_experiment_options(parser)
     parser.set_defaults(run=run)
 
@@ -76,16 +62,18 @@ def run(options: argparse.Namespace) -> int:
     if len(options.config) * len(counts) < 2:
         print("sim: give --config at least twice, or --replicas as 1,2", file=sys.stderr)
         return 2
-    policies = named_policies(options.config)
+    policies = run_options.named_policies(options.config)
     print(f"seeds {options.seed} to {options.seed + options.seeds - 1}", flush=True)
     # The order is seed by seed, so that an interrupted comparison has complete seeds.
     jobs = [
-        run_settings(options, policy, options.seed + repetition, repetition, replicas=replicas)
+        run_options.run_settings(
+            options, policy, options.seed + repetition, repetition, replicas=replicas
+        )
         for repetition in range(options.seeds)
         for policy in policies
         for replicas in counts
     ]
-    tell_warnings(jobs[0])
+    run_options.tell_warnings(jobs[0])
     names = [
         policy.name
         if replicas is None or len(counts) == 1
@@ -94,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
         for replicas in counts
     ]
     each = range(len(names))
-    what_was_run = conditions(*jobs[: len(names)])
+    what_was_run = run_options.conditions(*jobs[: len(names)])
 
     def whole(results: Results) -> list[list[Result]]:
         """Return the runs of each configuration under the seeds that all configurations have

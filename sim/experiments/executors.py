@@ -12,7 +12,6 @@ from concurrent.futures import CancelledError, Future
 from functools import cache
 from importlib import import_module
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
 from sim.experiments.jobs import Answer, Crew, Job, JobError, Workers
@@ -50,12 +49,7 @@ class Submitted:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def stop(self) -> None:

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar, cast
 
-from msgspec import UNSET, Struct
+from msgspec import Struct
 from msgspec.structs import replace
 
 from epp.configuration.config import ConfigError
@@ -23,12 +22,8 @@ from sim.cluster.simulated_request import SimulatedRequest
 from sim.experiments.run import Run, RunSettings
 from sim.experiments.run_options import count_of_runs
 from sim.interrupts import INTERRUPTED, interrupts_call
-from sim.measurement.intervals import Estimate, Varied
 from sim.measurement.measures import Series, rounded
 from sim.measurement.summaries import (
-    ComparedRun,
-    EstimateSummary,
-    Requests,
     Resampled,
     RunSummary,
     Summary,
@@ -145,12 +140,7 @@ class Crew:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
         for pipe, process in self._members.items():
             pipe.close()
@@ -264,37 +254,6 @@ def run_job(settings: RunSettings, held: HeldTrace | None = None) -> Result:
         ),
     )
     return Result(summary=summary, series=one.measures.steady_series())
-
-
-def ended_of(runs: Sequence[ComparedRun]) -> Requests:
-    """Return how many requests were sent and how they ended, over all runs."""
-    return Requests(
-        **{
-            name: sum(getattr(one.requests, name) for one in runs)
-            for name in Requests.__struct_fields__
-        }
-    )
-
-
-def estimate_summary(found: Estimate) -> EstimateSummary:
-    """Return the estimate as summary.json has it."""
-    return EstimateSummary(
-        value=rounded(found.value),
-        low=None if found.low is None else rounded(found.low),
-        high=None if found.high is None else rounded(found.high),
-    )
-
-
-def varied_between(runs: Sequence[ComparedRun]) -> Varied:
-    """Return how the repetitions of one configuration differ; the first one is the trace as it is."""
-    traffic = [one.traffic for one in runs if one.traffic is not UNSET]
-    resampled = next((one.resampled for one in traffic if one.resampled), None)
-    return Varied(
-        repetitions=len(runs),
-        generated=any(one.generated for one in traffic),
-        blocks=resampled.blocks if resampled else 0,
-        cut=resampled.cut if resampled else "",
-    )
 
 
 def add_experiment_options(parser: argparse.ArgumentParser) -> None:

@@ -6,14 +6,15 @@ refused, because figures of other traffic or other rules would be mixed in.
 
 import fcntl
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Self, TypeVar
 
 import msgspec
 from msgspec import Struct
 
+from sim.interrupts import INTERRUPTED
 from sim.measurement.summaries import KeptRun, RunSummary
 from sim.output import OutputError
 
@@ -51,12 +52,7 @@ class RunJournal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def __len__(self) -> int:
@@ -138,3 +134,14 @@ class RunJournal:
     def _write(self, line: object) -> None:
         self._file.write(msgspec.json.encode(line) + b"\n")
         self._file.flush()
+
+
+def tell_interrupted(journal: RunJournal) -> int:
+    """Print how to resume the interrupted command that stores its runs in `journal`. Return its
+    exit code.
+    """
+    print(
+        f"sim: interrupted, {len(journal):,} runs are stored: the same command resumes from there",
+        file=sys.stderr,
+    )
+    return INTERRUPTED

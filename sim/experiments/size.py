@@ -18,27 +18,15 @@ from msgspec.structs import replace
 from epp import __version__
 from sim.cluster.built_in import DEFAULT_POLICY
 from sim.engine.profiles import DEFAULT_PROFILE, Profile, find_profile
+from sim.experiments import run_options
 from sim.experiments.demand import TraceDemand, demand_of
 from sim.experiments.executors import EXECUTOR_HELP, LOCAL, workers_at
-from sim.experiments.jobs import (
-    JobError,
-    Workers,
-    add_experiment_options,
-    run_job,
-    varied_between,
-)
+from sim.experiments.jobs import JobError, Workers, add_experiment_options, run_job
 from sim.experiments.leaderboard.sources import code_hash, plugins_hash
 from sim.experiments.mean_traffic import MeanTraffic
+from sim.experiments.repetitions import varied_between
 from sim.experiments.run import RunSettings
-from sim.experiments.run_journal import RunJournal, StoppedError
-from sim.experiments.run_options import (
-    POLICY_HELP,
-    add_run_options,
-    conditions,
-    named_policies,
-    run_settings,
-    tell_warnings,
-)
+from sim.experiments.run_journal import RunJournal, StoppedError, tell_interrupted
 from sim.experiments.scenario_file import PODS_MAX
 from sim.experiments.sizing import (
     GROWTH,
@@ -49,7 +37,7 @@ from sim.experiments.sizing import (
     bounds_of,
 )
 from sim.experiments.warm_up import WarmUp, warm_up_of
-from sim.interrupts import INTERRUPTED, interrupts_call
+from sim.interrupts import interrupts_call
 from sim.measurement.assumptions import assumptions_of
 from sim.measurement.intervals import REPETITIONS_NEEDED, Varied
 from sim.measurement.measures import six_digits
@@ -99,7 +87,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     _add_answer_options(parser)
     _add_mean_options(parser)
-    add_run_options(parser, trace_required=False)
+    run_options.add_run_options(parser, trace_required=False)
     add_experiment_options(parser)
     parser.set_defaults(run=run)
 
@@ -111,7 +99,7 @@ def _add_answer_options(parser: argparse.ArgumentParser) -> None:
         help="limits to meet: ttft-p90=2, itl-p99=0.1 or e2e-p95=60 in seconds, goodput=0.99 or "
         "lost=0.01 as shares of the requests")  # fmt: skip
     add("--config", action="append", metavar="FILE|NAME",
-        help=f"scheduler configuration; repeat to compare (default: {DEFAULT_POLICY}): {POLICY_HELP}")  # fmt: skip
+        help=f"scheduler configuration; repeat to compare (default: {DEFAULT_POLICY}): {run_options.POLICY_HELP}")  # fmt: skip
     add("--price", type=_price, action="append", default=[], metavar="PROFILE=P",
         help="cost of a pod of PROFILE for an hour, in your currency; once for each profile")  # fmt: skip
     add("--pods-max", type=_pods, default=64, metavar="N",
@@ -175,11 +163,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"results are in {folder}")
     if sizing.complete:
         return 0
-    print(
-        f"sim: interrupted, {len(journal):,} runs are stored: the same command resumes from there",
-        file=sys.stderr,
-    )
-    return INTERRUPTED
+    return tell_interrupted(journal)
 
 
 def _opened(options: argparse.Namespace) -> tuple[Path, "_Task"]:
@@ -285,18 +269,21 @@ class _Task:
         self.first_seed: int = options.seed
         profiles = _profiles(options)
         prices: Mapping[str, float] = dict(options.price)
-        policies = named_policies(options.config or [DEFAULT_POLICY])
+        policies = run_options.named_policies(options.config or [DEFAULT_POLICY])
         found: list[tuple[Profile, RunSettings]] = []
         for profile in profiles:
             asked = argparse.Namespace(**(vars(options) | {"profile": [profile], "pods": 1}))
-            found += [(profile, run_settings(asked, policy, options.seed)) for policy in policies]
+            found += [
+                (profile, run_options.run_settings(asked, policy, options.seed))
+                for policy in policies
+            ]
         first = found[0][1]
         demand = _demand(first, options.stretch)
         part = demand.sized_for.places
         generated = _is_generated(first, part, options.seeds)
         warm_up = _warm_up(first, part, generated=generated)
-        tell_warnings(found[0][1])
-        told = conditions(*(settings for _, settings in found))
+        run_options.tell_warnings(found[0][1])
+        told = run_options.conditions(*(settings for _, settings in found))
         self.conditions = told | {
             "trace": described or told["trace"],
             "warm_up_s": warm_up.seconds / first.speed,

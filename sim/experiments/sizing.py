@@ -19,8 +19,8 @@ from sim.cluster.policies import PolicySource
 from sim.cluster.settings import ClientSettings
 from sim.engine.profiles import Profile
 from sim.experiments.demand import TraceDemand, guessed_pods
-from sim.experiments.jobs import varied_between
 from sim.experiments.pod_search import Step, next_step, smallest_of_all
+from sim.experiments.repetitions import varied_between
 from sim.experiments.run import RunSettings
 from sim.experiments.scenario_file import PODS_MAX, Scenario
 from sim.experiments.warm_up import WarmUp

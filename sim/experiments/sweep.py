@@ -9,23 +9,9 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from sim.cluster.arrivals import pace_of
-from sim.experiments.jobs import (
-    Experiment,
-    Results,
-    add_experiment_options,
-    ended_of,
-    estimate_summary,
-    varied_between,
-)
-from sim.experiments.run_options import (
-    POLICY_HELP,
-    RUNS_MAX,
-    add_run_options,
-    conditions,
-    named_policies,
-    run_settings,
-    tell_warnings,
-)
+from sim.experiments import run_options
+from sim.experiments.jobs import Experiment, Results, add_experiment_options
+from sim.experiments.repetitions import ended_of, estimate_summary, varied_between
 from sim.measurement.assumptions import assumptions_of
 from sim.measurement.intervals import estimated
 from sim.measurement.measures import figures_of, rounded
@@ -45,7 +31,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         allow_abbrev=False,
     )
     add = parser.add_argument_group("Configurations and rates").add_argument
-    add("--config", action="append", required=True, metavar="FILE|NAME", help=POLICY_HELP)
+    add(
+        "--config",
+        action="append",
+        required=True,
+        metavar="FILE|NAME",
+        help=run_options.POLICY_HELP,
+    )
     add(
         "--rates",
         type=_rates,
@@ -53,7 +45,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="R,R,...",
         help="requests per second; the trace's arrivals are moved closer or further apart",
     )
-    add_run_options(parser)
+    run_options.add_run_options(parser)
     add_experiment_options(parser)
     parser.set_defaults(run=run)
 
@@ -67,20 +59,20 @@ def run(options: argparse.Namespace) -> int:
     if options.speed != 1.0:
         print("sim: --rates sets how fast requests arrive; leave out --speed", file=sys.stderr)
         return 2
-    policies = named_policies(options.config)
+    policies = run_options.named_policies(options.config)
     print(f"seeds {options.seed} to {options.seed + options.seeds - 1}", flush=True)
     folder = open_folder(options)
-    base = run_settings(options, policies[0], options.seed)
-    tell_warnings(base)
+    base = run_options.run_settings(options, policies[0], options.seed)
+    run_options.tell_warnings(base)
     pace = pace_of(open_trace(Path(base.trace), base.read), base.requests_max)
-    what_was_run = conditions(*(replace(base, policy=policy) for policy in policies))
+    what_was_run = run_options.conditions(*(replace(base, policy=policy) for policy in policies))
     del what_was_run["speed"]
     points = [(rate, policy) for rate in options.rates for policy in policies]
     # The order is seed by seed, so that an interrupted sweep has all points under equally many
     # seeds.
     jobs = [
         replace(
-            run_settings(options, policy, options.seed + repetition, repetition),
+            run_options.run_settings(options, policy, options.seed + repetition, repetition),
             speed=rate / pace.requests_per_s,
         )
         for repetition in range(options.seeds)
@@ -152,6 +144,6 @@ def _rates(text: str) -> tuple[float, ...]:
         rates = tuple(float(part) for part in text.split(","))
     except ValueError:
         rates = ()
-    if not 1 <= len(rates) <= RUNS_MAX or not all(0 < rate < 1e6 for rate in rates):
+    if not 1 <= len(rates) <= run_options.RUNS_MAX or not all(0 < rate < 1e6 for rate in rates):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of rates such as 2,4,8")
     return tuple(sorted(set(rates)))

@@ -19,22 +19,17 @@ from epp.configuration.document import nearest
 from sim.cluster.built_in import DEFAULT_POLICY
 from sim.cluster.policies import policy_source
 from sim.cluster.settings import ClusterSettingsError
-from sim.experiments.jobs import Crew, add_experiment_options, varied_between
+from sim.experiments import run_options
+from sim.experiments.jobs import Crew, add_experiment_options
 from sim.experiments.measured_runs import Half, MeasuredRuns
 from sim.experiments.power import PILOTS
+from sim.experiments.repetitions import varied_between
 from sim.experiments.run import RunSettings
-from sim.experiments.run_journal import RunJournal, StoppedError
-from sim.experiments.run_options import (
-    POLICY_HELP,
-    add_run_options,
-    conditions,
-    run_settings,
-    tell_warnings,
-)
+from sim.experiments.run_journal import RunJournal, StoppedError, tell_interrupted
 from sim.experiments.search import FINALISTS, RUNGS, Search, Trial, runs_expected
 from sim.experiments.space import Space
 from sim.experiments.tuning import GUARDS, LOADS, Guard, Objective, Tuning
-from sim.interrupts import INTERRUPTED, interrupts_call
+from sim.interrupts import interrupts_call
 from sim.measurement.assumptions import assumptions_of
 from sim.measurement.intervals import REPETITIONS_NEEDED
 from sim.measurement.measures import six_digits
@@ -85,7 +80,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--config",
         default=DEFAULT_POLICY,
         metavar="FILE|NAME",
-        help="present configuration, which is varied. " + POLICY_HELP,
+        help="present configuration, which is varied. " + run_options.POLICY_HELP,
     )
     add(
         "--space",
@@ -130,7 +125,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="NAME",
         help="name of the written ConfigMap (default: homing-config, as in the chart)",
     )
-    add_run_options(parser)
+    run_options.add_run_options(parser)
     add_experiment_options(parser)
     parser.set_defaults(run=run)
 
@@ -194,11 +189,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"results are in {folder}")
     if tuning.complete:
         return 0
-    print(
-        f"sim: interrupted, {len(journal):,} runs are stored: the same command resumes from there",
-        file=sys.stderr,
-    )
-    return INTERRUPTED
+    return tell_interrupted(journal)
 
 
 class _Task:
@@ -209,14 +200,14 @@ class _Task:
         self._options = options
         policy = policy_source(options.config)
         self.space = Space(policy, pickers=options.replicas, file=options.space)
-        base = run_settings(options, policy, options.seed)
+        base = run_options.run_settings(options, policy, options.seed)
         if base.scenario is not None and base.scenario.configures:
             raise ClusterSettingsError(
                 f"{options.scenario} configures pickers, which would overwrite the tried configurations"
             )
-        tell_warnings(base)
+        run_options.tell_warnings(base)
         self.halves = _halves(base)
-        self._conditions = conditions(base)
+        self._conditions = run_options.conditions(base)
         # The jitter is determined once, because halves and their beginnings have the clock of the
         # whole trace.
         self.base = replace(base, jitter_s=self._conditions["jitter_s"])

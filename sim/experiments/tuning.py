@@ -22,9 +22,9 @@ from msgspec.structs import replace
 
 from sim.cluster.policies import PolicySource
 from sim.experiments.compare import difference_summary
-from sim.experiments.jobs import ended_of, varied_between
 from sim.experiments.measured_runs import Half, MeasuredRuns, Sample
 from sim.experiments.power import power_of
+from sim.experiments.repetitions import ended_of, varied_between
 from sim.experiments.search import RUNGS, Costs, Search, Trial
 from sim.measurement.intervals import compare_runs
 from sim.measurement.measures import figures_of, rounded

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from sim.experiments.jobs import ended_of, estimate_summary, varied_between
 from sim.experiments.leaderboard.cell import CellResult
+from sim.experiments.repetitions import ended_of, estimate_summary, varied_between
 from sim.measurement.intervals import compare_runs, estimated
 from sim.measurement.measures import figures_of, rounded
 from sim.measurement.ranking import MEASURES, best_of, in_the_running, times_as_bad

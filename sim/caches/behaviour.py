@@ -46,11 +46,7 @@ class CacheBehaviour(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         raise NotImplementedError
 
     def open_in(
-        self,
-        stores: Stores,
-        profile: Profile,
-        settings: EngineSettings,
-        before: PromptCache | None,
+        self, stores: Stores, profile: Profile, settings: EngineSettings, before: PromptCache | None
     ) -> PromptCache:
         """Return a cache like `open`, for pods that share `stores`."""
         return self.open(profile, settings, before)

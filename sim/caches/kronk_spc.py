@@ -3,15 +3,7 @@
 from typing import ClassVar, Final
 
 from epp.core.types import Seconds
-from sim.caches.behaviour import (
-    NOTHING,
-    PCIE_5_X16_BYTES_PER_S,
-    BytesPerSecond,
-    CacheBehaviour,
-    Tokens,
-    UnhashedPool,
-    parts_of,
-)
+from sim.caches import behaviour
 from sim.engine.blocks import BlockPool
 from sim.engine.engine import EngineSettings
 from sim.engine.profiles import Profile
@@ -22,7 +14,7 @@ CACHE_TOKENS_MIN: Final = 100
 """`cache_min_tokens` of Kronk's manual, chapter 5."""
 
 
-class KronkSpc(CacheBehaviour, frozen=True):
+class KronkSpc(behaviour.CacheBehaviour, frozen=True):
     """The KV cache of one system prompt (SPC), by Kronk's manual, chapter 5.2; removed in April
     2026.
 
@@ -35,9 +27,9 @@ class KronkSpc(CacheBehaviour, frozen=True):
 
     type_name: ClassVar[str] = "kronk-spc"
 
-    cache_min_tokens: Tokens = CACHE_TOKENS_MIN
+    cache_min_tokens: behaviour.Tokens = CACHE_TOKENS_MIN
     """Minimum length of a cached system prompt."""
-    bytes_per_s: BytesPerSecond = PCIE_5_X16_BYTES_PER_S
+    bytes_per_s: behaviour.BytesPerSecond = behaviour.PCIE_5_X16_BYTES_PER_S
     """Speed of copies. The default is the peak of 16 lanes of PCIe 5.0."""
 
     def open(
@@ -59,13 +51,13 @@ class SystemPromptBuffer:
 
     def pool(self, blocks_total: int) -> BlockPool:
         """Return a pool without hits, because the buffer is copied into each request's sequence."""
-        return UnhashedPool(blocks_total)
+        return behaviour.UnhashedPool(blocks_total)
 
     def fetch(self, request: EngineRequest, held_tokens: int, now: Seconds) -> Found | None:
         """Return the system prompt if the request begins with it."""
         system = self._system_prompt(request)
         if system is None or system != self._held:
-            return NOTHING
+            return behaviour.NOTHING
         return Found(system[1], system[1] * self._copy_s_per_token)
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:
@@ -81,7 +73,7 @@ class SystemPromptBuffer:
         return 0.0
 
     def _system_prompt(self, request: EngineRequest) -> tuple[int, int] | None:
-        parts = parts_of(request)
+        parts = behaviour.parts_of(request)
         if parts.messages < 2 or parts.ends[0] < self._cache_min_tokens:
             return None
         return parts.keys[0], parts.ends[0]

@@ -6,14 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from epp.core.types import Seconds
-from sim.caches.behaviour import (
-    NOTHING,
-    PCIE_5_X16_BYTES_PER_S,
-    Bytes,
-    BytesPerSecond,
-    CacheBehaviour,
-    Tokens,
-)
+from sim.caches import behaviour
 from sim.engine.blocks import BlockPool
 from sim.engine.engine import EngineSettings
 from sim.engine.profiles import Profile
@@ -21,7 +14,7 @@ from sim.engine.prompt_cache import Found, PromptCache
 from sim.engine.request import EngineRequest
 
 
-class LmcacheCpu(CacheBehaviour, frozen=True):
+class LmcacheCpu(behaviour.CacheBehaviour, frozen=True):
     """LMCache's local CPU backend, behind vLLM's own cache.
 
     Blocks that the pool evicts go to the memory, which drops the least recently used ones. Whole
@@ -35,11 +28,11 @@ class LmcacheCpu(CacheBehaviour, frozen=True):
 
     type_name: ClassVar[str] = "lmcache-cpu"
 
-    memory_bytes: Bytes = 5 * 2**30
+    memory_bytes: behaviour.Bytes = 5 * 2**30
     """`max_local_cpu_size`, which is 5 GB in LMCache."""
-    chunk_tokens: Tokens = 256
+    chunk_tokens: behaviour.Tokens = 256
     """`chunk_size` of LMCache, rounded down to whole blocks of the engine and at least one."""
-    bytes_per_s: BytesPerSecond = PCIE_5_X16_BYTES_PER_S
+    bytes_per_s: behaviour.BytesPerSecond = behaviour.PCIE_5_X16_BYTES_PER_S
     """Speed of loading. The default is the peak of 16 lanes of PCIe 5.0."""
 
     def open(
@@ -175,7 +168,7 @@ class Tier:
         upto = self.evicted.match(request.chain, request.chain_ends, held, blocks_max)
         upto = upto // self._chunk_blocks * self._chunk_blocks
         if upto <= held:
-            return NOTHING
+            return behaviour.NOTHING
         return Found(upto * size, (upto - held) * size * self._load_s_per_token)
 
     def computed(self, request: EngineRequest, now: Seconds) -> Seconds:

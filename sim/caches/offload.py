@@ -56,11 +56,7 @@ class Offload(CacheBehaviour, frozen=True):
         return self.open_in({}, profile, settings, before)
 
     def open_in(
-        self,
-        stores: Stores,
-        profile: Profile,
-        settings: EngineSettings,
-        before: PromptCache | None,
+        self, stores: Stores, profile: Profile, settings: EngineSettings, before: PromptCache | None
     ) -> "OffloadedBlocks":
         """Return an empty cache that uses the store in `stores` shared by compatible caches."""
         size_tokens = settings.block_size_tokens

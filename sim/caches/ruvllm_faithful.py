@@ -5,13 +5,7 @@ from typing import Annotated, ClassVar
 from msgspec import Meta, Struct
 
 from epp.core.types import Seconds
-from sim.caches.behaviour import (
-    NOTHING,
-    CacheBehaviour,
-    Tokens,
-    UnhashedPool,
-    parts_of,
-)
+from sim.caches.behaviour import NOTHING, CacheBehaviour, Tokens, UnhashedPool, parts_of
 from sim.engine.blocks import BlockPool
 from sim.engine.engine import EngineSettings
 from sim.engine.profiles import Profile

@@ -226,12 +226,7 @@ def line_chart(
 
 
 def wide_line_chart(
-    series: Mapping[str, Points],
-    *,
-    x: Axis,
-    y: Axis,
-    label: str,
-    dots: Dots | bool = False,
+    series: Mapping[str, Points], *, x: Axis, y: Axis, label: str, dots: Dots | bool = False
 ) -> str:
     """Return a chart that fills a row, drawn in two sizes: phones show the narrow one to stay
     legible.

@@ -15,20 +15,9 @@ from sim.measurement.summaries import (
     DifferenceSummary,
     Requests,
 )
+from sim.reports import report
 from sim.reports.charts import cdf_chart, facts_table, figure, html_table, page
 from sim.reports.page_foot import page_foot
-from sim.reports.report import (
-    condition_rows,
-    foot,
-    markdown_table,
-    number,
-    seconds,
-    share,
-    table,
-    varied_sentences,
-    warnings_of,
-    windows_sentence,
-)
 
 LABELS: Final = {
     "ttft_mean_s": "TTFT mean",
@@ -120,8 +109,10 @@ def _reason(found: DifferenceSummary) -> str:
 def shown(measure: str, value: float | None) -> str:
     """Return a figure as text in the unit of its measure."""
     if measure in _SHARES:
-        return share(value)
-    return seconds(value) if measure.endswith("_s") and "tokens" not in measure else number(value)
+        return report.share(value)
+    if measure.endswith("_s") and "tokens" not in measure:
+        return report.seconds(value)
+    return report.number(value)
 
 
 def signed(measure: str, value: float | None) -> str:
@@ -195,7 +186,7 @@ def _lost(configs: dict[str, ComparedConfig]) -> list[str]:
             )
         elif fates:
             sentences.append(
-                f"{name} did not complete {share(counts.share_lost)} of its requests ({fates}). "
+                f"{name} did not complete {report.share(counts.share_lost)} of its requests ({fates}). "
                 "No other measure counts them."
             )
     return sentences
@@ -211,8 +202,9 @@ def comparison_table(summary: ComparisonSummary) -> str:
     if not summary.configs:
         return "The comparison was interrupted before every configuration had run once."
     said = "\n".join([_basis(summary), *_conclusions(summary)])
-    warnings = "".join(f"{warning}\n\n" for warning in warnings_of(summary))
-    return f"{warnings}{table(_rows(summary))}\n\n{table(_difference_rows(summary))}\n\n{said}\n"
+    warnings = "".join(f"{warning}\n\n" for warning in report.warnings_of(summary))
+    differences = report.table(_difference_rows(summary))
+    return f"{warnings}{report.table(_rows(summary))}\n\n{differences}\n\n{said}\n"
 
 
 def comparison_report(summary: ComparisonSummary) -> str:
@@ -221,13 +213,13 @@ def comparison_report(summary: ComparisonSummary) -> str:
     if not summary.configs:
         return heading + "Not every configuration has run once yet.\n"
     notes = "" if summary.complete else "**Not complete: only whole seeds are counted.**\n\n"
-    notes += "".join(f"**{warning}**\n\n" for warning in warnings_of(summary))
-    told = [["", ""], *condition_rows(summary.conditions)]
+    notes += "".join(f"**{warning}**\n\n" for warning in report.warnings_of(summary))
+    told = [["", ""], *report.condition_rows(summary.conditions)]
     conclusions = "\n".join(f"- {sentence}" for sentence in _conclusions(summary))
     return (
-        f"{heading}{notes}{markdown_table(_rows(summary))}\n\n"
-        f"{markdown_table(_difference_rows(summary))}\n\n{conclusions}\n\n{_basis(summary)}\n\n"
-        f"## What was run\n\n{markdown_table(told)}\n\n{foot(summary.assumptions)}"
+        f"{heading}{notes}{report.markdown_table(_rows(summary))}\n\n"
+        f"{report.markdown_table(_difference_rows(summary))}\n\n{conclusions}\n\n{_basis(summary)}\n\n"
+        f"## What was run\n\n{report.markdown_table(told)}\n\n{report.foot(summary.assumptions)}"
     )
 
 
@@ -252,11 +244,13 @@ def comparison_page(summary: ComparisonSummary, columns: Sequence[Sequence[Serie
             ("Whole answer", "e2e_s"),
         )
     ]
-    conditions = condition_rows(summary.conditions)
+    conditions = report.condition_rows(summary.conditions)
     note = "" if summary.complete else " Not complete: only whole seeds are counted."
     return page(
         " against ".join(names),
-        "\n".join([*warnings_of(summary), *_conclusions(summary), f"{_basis(summary)}{note}"]),
+        "\n".join(
+            [*report.warnings_of(summary), *_conclusions(summary), f"{_basis(summary)}{note}"]
+        ),
         figure("Differences", html_table(_difference_rows(summary)))
         + f'<div class="pair">{"".join(figures)}</div>'
         + figure("Every configuration", html_table(_rows(summary)))
@@ -274,4 +268,5 @@ def _basis(summary: ComparisonSummary) -> str:
         lacking = f" {where} is {_UNKNOWN}: {'; '.join(reasons)}."
     bad_lines = summary.runs[0].run.bad_lines
     skipped = f" {bad_lines:,} malformed lines of the trace were skipped." if bad_lines else ""
-    return f"{varied_sentences(summary)}{lacking}{skipped} {windows_sentence(summary.runs)}"
+    windows = report.windows_sentence(summary.runs)
+    return f"{report.varied_sentences(summary)}{lacking}{skipped} {windows}"

@@ -13,22 +13,10 @@ import msgspec
 import yaml
 from msgspec import Meta, Struct, field
 
+from sim.traces import workloads
 from sim.traces.arrival import FieldError, field_error
 from sim.traces.lengths import Kind, Spread, fixed
 from sim.traces.reading import DocumentFormat
-from sim.traces.workloads import (
-    Adapters,
-    ClosedLoad,
-    Concurrency,
-    Content,
-    Conversations,
-    Generated,
-    Lengths,
-    OpenLoad,
-    SharedPrefix,
-    Stage,
-    Workload,
-)
 
 _NUMBER_MAX: Final = 1_000_000_000
 """Upper bound of all counts, lengths, rates, seconds and weights. YAML has an infinity, which
@@ -116,7 +104,7 @@ class _Document(Struct):
     load: _Load
 
 
-def workload_of(document: bytes) -> Generated:
+def workload_of(document: bytes) -> workloads.Generated:
     """Return the workload of a file, with the seed that it defines. Raises `FieldError`."""
     try:
         tree = yaml.safe_load(document)
@@ -145,52 +133,54 @@ def workload_of(document: bytes) -> Generated:
     seed = load.base_seed
     if data.conversation_replay is not None and data.conversation_replay.seed is not None:
         seed = data.conversation_replay.seed
-    workload = Workload(
+    workload = workloads.Workload(
         content=_content(data),
         load=_load(load, stages),
-        adapters=Adapters(weights=splits),
+        adapters=workloads.Adapters(weights=splits),
         source="inference-perf",
     )
-    return Generated(workload=workload, seed=seed)
+    return workloads.Generated(workload=workload, seed=seed)
 
 
-def _load(load: _Load, stages: tuple[Stage | Concurrency, ...]) -> OpenLoad | ClosedLoad:
+def _load(
+    load: _Load, stages: tuple[workloads.Stage | workloads.Concurrency, ...]
+) -> workloads.OpenLoad | workloads.ClosedLoad:
     if load.type == "concurrent":
-        lanes = tuple(stage for stage in stages if isinstance(stage, Concurrency))
-        return ClosedLoad(stages=lanes, gap_s=load.interval)
-    rates = tuple(stage for stage in stages if isinstance(stage, Stage))
+        lanes = tuple(stage for stage in stages if isinstance(stage, workloads.Concurrency))
+        return workloads.ClosedLoad(stages=lanes, gap_s=load.interval)
+    rates = tuple(stage for stage in stages if isinstance(stage, workloads.Stage))
     burstiness = 1.0 if load.type == "poisson" else 0.0
-    return OpenLoad(stages=rates, gap_s=load.interval, burstiness=burstiness)
+    return workloads.OpenLoad(stages=rates, gap_s=load.interval, burstiness=burstiness)
 
 
-def _rate(stage: _Stage, where: str) -> Stage:
+def _rate(stage: _Stage, where: str) -> workloads.Stage:
     if stage.rate is None or stage.duration is None:
         raise FieldError(where, "Expected rate and duration")
-    return Stage(rate_per_s=stage.rate, duration_s=stage.duration)
+    return workloads.Stage(rate_per_s=stage.rate, duration_s=stage.duration)
 
 
-def _concurrency(stage: _Stage, where: str) -> Concurrency:
+def _concurrency(stage: _Stage, where: str) -> workloads.Concurrency:
     if stage.concurrency_level is None or stage.num_requests is None:
         raise FieldError(where, "Expected concurrency_level and num_requests")
-    return Concurrency(lanes=stage.concurrency_level, requests=stage.num_requests)
+    return workloads.Concurrency(lanes=stage.concurrency_level, requests=stage.num_requests)
 
 
-def _content(data: _Data) -> Content:
+def _content(data: _Data) -> workloads.Content:
     if data.type == "shared_prefix":
         if data.shared_prefix is None:
             raise FieldError("data.shared_prefix", "Expected this field, found none")
         return _shared_prefix(data.shared_prefix)
     if data.type == "conversation_replay":
         return _conversations(data.conversation_replay or _Conversations())
-    return Lengths(
+    return workloads.Lengths(
         prompt=_spread(data.input_distribution, 512, "input_distribution"),
         output=_spread(data.output_distribution, 128, "output_distribution"),
     )
 
 
-def _shared_prefix(data: _SharedPrefix) -> SharedPrefix:
+def _shared_prefix(data: _SharedPrefix) -> workloads.SharedPrefix:
     system = data.system_prompt_len
-    return SharedPrefix(
+    return workloads.SharedPrefix(
         groups=data.num_unique_system_prompts or data.num_groups,
         prompts_per_group=data.num_users_per_system_prompt or data.num_prompts_per_group,
         system_tokens=system if isinstance(system, int) else round(system.mean),
@@ -205,8 +195,8 @@ def _shared_prefix(data: _SharedPrefix) -> SharedPrefix:
     )
 
 
-def _conversations(data: _Conversations) -> Conversations:
-    return Conversations(
+def _conversations(data: _Conversations) -> workloads.Conversations:
+    return workloads.Conversations(
         conversations=data.num_conversations,
         shared_tokens=data.shared_system_prompt_len,
         own=_spread(

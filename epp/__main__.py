@@ -13,17 +13,9 @@ from msgspec import Struct
 
 from epp import __version__
 from epp.configuration.document import nearest
-from epp.flags import command_lines
+from epp.flags import command_lines, subcommands
 from epp.flags.reading import FlagError, help_text, wants_help
 from epp.flags.serve import ServeFlags
-from epp.flags.subcommands import (
-    ChangesFlags,
-    CheckFlags,
-    DecisionsFlags,
-    EnvoyFlags,
-    ExplainFlags,
-    TopFlags,
-)
 from epp.reader_left import until_reader_leaves
 
 USAGE: Final = """\
@@ -73,7 +65,7 @@ SUBCOMMANDS: Final[Mapping[str, Subcommand]] = {
     ),
     "check-config": Subcommand(
         "[FILE|-] [--diff OLD] [--explain] [--upgrade] [--capture DIR]",
-        CheckFlags,
+        subcommands.CheckFlags,
         command_lines.parse_check,
         "epp.commands.check_config",
         "check_config",
@@ -81,35 +73,35 @@ SUBCOMMANDS: Final[Mapping[str, Subcommand]] = {
     ),
     "envoy-config": Subcommand(
         "[--out FILE] [flags]",
-        EnvoyFlags,
+        subcommands.EnvoyFlags,
         command_lines.parse_envoy,
         "epp.commands.envoy_config",
         "envoy_config",
     ),
     "explain": Subcommand(
         "REQUEST_ID [--endpoint NAME] [--url URL] [--dir DIR] [--json]",
-        ExplainFlags,
+        subcommands.ExplainFlags,
         command_lines.parse_explain,
         "epp.commands.explain",
         "explain_request",
     ),
     "decisions": Subcommand(
         "[--dir DIR] [--since TIME] [--until TIME] [--endpoint NAME] [--json]",
-        DecisionsFlags,
+        subcommands.DecisionsFlags,
         command_lines.parse_decisions,
         "epp.commands.decisions",
         "show_decisions",
     ),
     "changes": Subcommand(
         "[--dir DIR] [--at TIME] [--window 15m] [--json]",
-        ChangesFlags,
+        subcommands.ChangesFlags,
         command_lines.parse_changes,
         "epp.commands.changes",
         "show_changes",
     ),
     "top": Subcommand(
         "[--url URL] [--with-peers] [--interval 2s] [--once]",
-        TopFlags,
+        subcommands.TopFlags,
         command_lines.parse_top,
         "epp.commands.top",
         "watch",

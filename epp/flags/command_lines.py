@@ -4,18 +4,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from epp.flags import subcommands
 from epp.flags.reading import FlagError, convert, expect_none, split
 from epp.flags.reference_picker import FOREIGN, REMOVED, ZAP, translate_zap
 from epp.flags.row import flags_of
 from epp.flags.serve import ServeFlags
-from epp.flags.subcommands import (
-    ChangesFlags,
-    CheckFlags,
-    DecisionsFlags,
-    EnvoyFlags,
-    ExplainFlags,
-    TopFlags,
-)
 from epp.flags.values import PEER_URL, is_peer_url
 
 
@@ -69,19 +62,19 @@ def parse_serve(arguments: Sequence[str], environment: Mapping[str, str]) -> Ser
     return msgspec.structs.replace(flags, warnings=tuple(warnings))
 
 
-def parse_envoy(arguments: Sequence[str]) -> EnvoyFlags:
+def parse_envoy(arguments: Sequence[str]) -> subcommands.EnvoyFlags:
     """Parse the command line of `epp envoy-config`. Raises `FlagError`."""
-    given, rest = split(arguments, EnvoyFlags)
+    given, rest = split(arguments, subcommands.EnvoyFlags)
     expect_none(rest)
-    return convert(given, EnvoyFlags)
+    return convert(given, subcommands.EnvoyFlags)
 
 
-def parse_check(arguments: Sequence[str]) -> CheckFlags:
+def parse_check(arguments: Sequence[str]) -> subcommands.CheckFlags:
     """Parse the command line of `epp check-config`. Raises `FlagError`."""
-    given, rest = split(arguments, CheckFlags)
+    given, rest = split(arguments, subcommands.CheckFlags)
     if len(rest) > 1:
         raise FlagError(f"unexpected argument {rest[1]!r}, expected one FILE")
-    flags = convert(given, CheckFlags, file=rest[0] if rest else "")
+    flags = convert(given, subcommands.CheckFlags, file=rest[0] if rest else "")
     if not flags.file and not flags.explain:
         raise FlagError("expected FILE (- for standard input), or --explain to print the default")
     if flags.upgrade and (not flags.file or flags.diff or flags.explain or flags.capture):
@@ -89,39 +82,39 @@ def parse_check(arguments: Sequence[str]) -> CheckFlags:
     return flags
 
 
-def parse_explain(arguments: Sequence[str]) -> ExplainFlags:
+def parse_explain(arguments: Sequence[str]) -> subcommands.ExplainFlags:
     """Parse the command line of `epp explain`. Raises `FlagError`."""
-    given, rest = split(arguments, ExplainFlags)
+    given, rest = split(arguments, subcommands.ExplainFlags)
     if len(rest) != 1 or not rest[0]:
         raise FlagError("expected one REQUEST_ID, the x-request-id header of the response")
-    flags = convert(given, ExplainFlags, request_id=rest[0])
+    flags = convert(given, subcommands.ExplainFlags, request_id=rest[0])
     if not flags.url:
         raise FlagError("--url: expected at least one http://host:port")
     return flags
 
 
-def parse_top(arguments: Sequence[str]) -> TopFlags:
+def parse_top(arguments: Sequence[str]) -> subcommands.TopFlags:
     """Parse the command line of `epp top`. Raises `FlagError`."""
-    given, rest = split(arguments, TopFlags)
+    given, rest = split(arguments, subcommands.TopFlags)
     expect_none(rest)
-    flags = convert(given, TopFlags)
+    flags = convert(given, subcommands.TopFlags)
     if not flags.url:
         raise FlagError("--url: expected at least one http://host:port")
     return flags
 
 
-def parse_decisions(arguments: Sequence[str]) -> DecisionsFlags:
+def parse_decisions(arguments: Sequence[str]) -> subcommands.DecisionsFlags:
     """Parse the command line of `epp decisions`. Raises `FlagError`."""
-    given, rest = split(arguments, DecisionsFlags)
+    given, rest = split(arguments, subcommands.DecisionsFlags)
     expect_none(rest)
-    return convert(given, DecisionsFlags)
+    return convert(given, subcommands.DecisionsFlags)
 
 
-def parse_changes(arguments: Sequence[str]) -> ChangesFlags:
+def parse_changes(arguments: Sequence[str]) -> subcommands.ChangesFlags:
     """Parse the command line of `epp changes`. Raises `FlagError`."""
-    given, rest = split(arguments, ChangesFlags)
+    given, rest = split(arguments, subcommands.ChangesFlags)
     expect_none(rest)
-    return convert(given, ChangesFlags)
+    return convert(given, subcommands.ChangesFlags)
 
 
 def _check_serve(flags: ServeFlags) -> None:

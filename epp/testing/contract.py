@@ -49,16 +49,7 @@ from epp.core.knowledge.indexes import affinity_fault
 from epp.core.prompt.request import InferenceRequest
 from epp.core.session_tokens import SessionTokens
 from epp.core.types import AdapterReport
-from epp.testing.builders import (
-    NOW_S,
-    PREFIX,
-    affinity,
-    candidates,
-    endpoint,
-    loaded_adapters,
-    request,
-    resident_adapters,
-)
+from epp.testing import builders
 from epp.testing.churn import churn, prompt, strangers_differ
 from epp.testing.reads import ReadsObserved
 
@@ -68,7 +59,7 @@ _VERBS: Final = {"keep": "filters", "score": "scorers", "pick": "pickers", "open
 _ADAPTERS: Final = ("my-model", "a", "b", "c")
 _ROLES: Final = ("decode", "prefill", "encode", "both", "other")
 _TOKENS: Final = SessionTokens((b"of this test",))
-_HEADERS: Final[tuple[Given, ...]] = ({}, {"x-session-token": _TOKENS.of(endpoint(1))})
+_HEADERS: Final[tuple[Given, ...]] = ({}, {"x-session-token": _TOKENS.of(builders.endpoint(1))})
 _SLOTS: Final = 6
 _TOLD: Final = 1_000
 """Number of requests after which an index must have reached its largest size, with the given
@@ -317,7 +308,7 @@ def _check_picker(subject: _Subject) -> None:
         rotation, seed = random.randrange(2**40), random.randrange(100)
         found = []
         for _ in range(2):
-            pool = candidates(n)
+            pool = builders.candidates(n)
             before = _contents(pool)
             # A picker may use its copy as scratch space.
             given = sums.copy()
@@ -355,7 +346,7 @@ def _check_index(subject: _Subject) -> None:
         settings.adopt(object()) is False, "adopt accepted an index of another type, expected False"
     )
     random = _random(subject, 0)
-    now = NOW_S
+    now = builders.NOW_S
     for step in range(_TOLD):
         now = _told(subject, index, random, step, now)
     asked = [_request(subject, random) for _ in range(20)]
@@ -499,7 +490,7 @@ def _random(subject: _Subject, case: int) -> Random:
 
 
 def _request(subject: _Subject, random: Random, own: str = "") -> InferenceRequest:
-    return request(
+    return builders.request(
         request_id=random.choice(["one", "two", "three"]),
         model=random.choice(_ADAPTERS),
         prompts=(_prompt(random, own),),
@@ -536,7 +527,7 @@ def _pool(subject: _Subject, plugin: Any, asked: InferenceRequest, random: Rando
         roles = [{"llm-d.ai/role": role} for role in _ROLES]
         return random.choice([{}, *roles, *subject.labels])
 
-    return candidates(
+    return builders.candidates(
         waiting_requests=column(count),
         running_requests=column(count),
         kv_cache_usage=column(share),
@@ -572,14 +563,14 @@ def _affinities(
         kind is not None, f"there is no index of type {plugin.producer_type}; pass it in `beside`"
     )
     assert kind is not None
-    if kind.type_name == PREFIX:
-        yield plugin.producer, affinity([random.randint(0, 5) for _ in range(n)], 5)
+    if kind.type_name == builders.PREFIX:
+        yield plugin.producer, builders.affinity([random.randint(0, 5) for _ in range(n)], 5)
         return
     index = kind().open()
     for _ in range(random.randint(0, 8)):
-        index.record(_request(subject, random), random.randrange(n), NOW_S)
-    index.record(asked, random.randrange(n), NOW_S)
-    yield plugin.producer, index.match(asked, n, NOW_S)
+        index.record(_request(subject, random), random.randrange(n), builders.NOW_S)
+    index.record(asked, random.randrange(n), builders.NOW_S)
+    yield plugin.producer, index.match(asked, n, builders.NOW_S)
 
 
 def _adapters(random: Random) -> AdapterReport | None:
@@ -590,8 +581,8 @@ def _adapters(random: Random) -> AdapterReport | None:
     return random.choice(
         [
             None,
-            loaded_adapters(*sorted(some()), slots_max=slots_max),
-            resident_adapters(gpu=some(), cpu=some(), active=some(), slots_max=slots_max),
+            builders.loaded_adapters(*sorted(some()), slots_max=slots_max),
+            builders.resident_adapters(gpu=some(), cpu=some(), active=some(), slots_max=slots_max),
         ]
     )
 

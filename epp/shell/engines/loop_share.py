@@ -10,7 +10,6 @@ there is credit: an endpoint in debt is still fetched often enough for fresh met
 """
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Final
 
 from epp.core.types import Seconds
@@ -61,12 +60,7 @@ class Account:
     def __enter__(self) -> None:
         self._started_s = self._shared.clock()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._spent_s += self._shared.clock() - self._started_s
 
     def charge(self, seconds: Seconds) -> None:

@@ -10,29 +10,7 @@ from typing import Any, Final, assert_never
 from google.protobuf.message import DecodeError
 from google.protobuf.struct_pb2 import Value
 
-from epp.core.protocol.messages import (
-    DESTINATION_HEADER,
-    Answer,
-    BodyMode,
-    BodyModes,
-    Destination,
-    Event,
-    ImmediateAnswer,
-    RequestBody,
-    RequestBodyAnswer,
-    RequestBodyChunk,
-    RequestHeaders,
-    RequestHeadersAnswer,
-    RequestTrailers,
-    RequestTrailersAnswer,
-    ResponseBody,
-    ResponseBodyAnswer,
-    ResponseBodyChunk,
-    ResponseHeaders,
-    ResponseHeadersAnswer,
-    ResponseTrailers,
-    ResponseTrailersAnswer,
-)
+from epp.core.protocol import messages
 from epp.core.types import Refusal
 from epp.shell.gateway.ext_proc_messages import (
     OVERWRITE_IF_EXISTS_OR_ADD,
@@ -80,7 +58,9 @@ CHUNK_LENGTHS_MAX: Final = 4_096
 
 _BODY_TAGS: Final = frozenset({4 << 3 | 2, 5 << 3 | 2})
 """Protobuf tags of `request_body` and `response_body`."""
-_MODES: Final = {mode.value: mode for mode in BodyMode if mode is not BodyMode.UNKNOWN}
+_MODES: Final = {
+    mode.value: mode for mode in messages.BodyMode if mode is not messages.BodyMode.UNKNOWN
+}
 _ERROR_TYPES: Final = {
     400: "invalid_request_error",
     413: "invalid_request_error",
@@ -92,7 +72,7 @@ class MalformedMessageError(Exception):
     """The bytes are not a ProcessingRequest, or the message is empty."""
 
 
-def decode(message: bytes) -> Event:
+def decode(message: bytes) -> messages.Event:
     """Return the event of one ProcessingRequest.
 
     Raises `MalformedMessageError` in one sentence.
@@ -108,7 +88,7 @@ def decode(message: bytes) -> Event:
     kind = request.WhichOneof("request")
     match kind:
         case "request_headers":
-            return RequestHeaders(
+            return messages.RequestHeaders(
                 headers=_headers(request.request_headers.headers),
                 end_of_stream=request.request_headers.end_of_stream,
                 modes=modes_of(request),
@@ -116,41 +96,43 @@ def decode(message: bytes) -> Event:
             )
         case "request_body":
             body = request.request_body
-            return RequestBody(body.body, body.end_of_stream, subset_of(request))
+            return messages.RequestBody(body.body, body.end_of_stream, subset_of(request))
         case "request_trailers":
-            return RequestTrailers(subset_of(request))
+            return messages.RequestTrailers(subset_of(request))
         case "response_headers":
-            return ResponseHeaders(
+            return messages.ResponseHeaders(
                 headers=_headers(request.response_headers.headers),
                 end_of_stream=request.response_headers.end_of_stream,
                 modes=modes_of(request),
                 served=served_of(request),
             )
         case "response_body":
-            return ResponseBody(request.response_body.body, request.response_body.end_of_stream)
+            return messages.ResponseBody(
+                request.response_body.body, request.response_body.end_of_stream
+            )
         case "response_trailers":
-            return ResponseTrailers()
+            return messages.ResponseTrailers()
         case _:
             raise MalformedMessageError("the ProcessingRequest carries no phase that is known")
 
 
-def encode(answer: Answer) -> bytes:
+def encode(answer: messages.Answer) -> bytes:
     """Return the answer as one serialised ProcessingResponse."""
     # Chunks of bodies come first, because they are most frequent and the cases are tried in order.
     match answer:
-        case ResponseBodyChunk(body, end_of_stream):
+        case messages.ResponseBodyChunk(body, end_of_stream):
             head, tail = _round_chunk(_RESPONSE_CHUNK, len(body), end_of_stream)
             return b"".join((head, body, tail))
-        case RequestBodyChunk(body, end_of_stream):
+        case messages.RequestBodyChunk(body, end_of_stream):
             head, tail = _round_chunk(_REQUEST_CHUNK, len(body), end_of_stream)
             return b"".join((head, body, tail))
-        case RequestHeadersAnswer(destination):
+        case messages.RequestHeadersAnswer(destination):
             if destination is None:
                 return _REQUEST_HEADERS
             if destination.own_header is None:
                 return _kept_headers(destination)
             return _headers_with_own(destination, *destination.own_header)
-        case RequestBodyAnswer(destination, body):
+        case messages.RequestBodyAnswer(destination, body):
             if destination is None:
                 return _REQUEST_BODY
             response = ProcessingResponse()
@@ -158,9 +140,9 @@ def encode(answer: Answer) -> bytes:
             if body is not None:
                 response.request_body.response.body_mutation.body = body
             return response.SerializeToString()  # type: ignore[no-any-return]
-        case RequestTrailersAnswer():
+        case messages.RequestTrailersAnswer():
             return _REQUEST_TRAILERS
-        case ResponseHeadersAnswer(set_headers, without_body):
+        case messages.ResponseHeadersAnswer(set_headers, without_body):
             if not set_headers:
                 return _RESPONSE_HEADERS_ALONE if without_body else _RESPONSE_HEADERS
             name, value = set_headers[0]
@@ -169,11 +151,11 @@ def encode(answer: Answer) -> bytes:
                 head, tail = _round_response_header(name, len(told), without_body)
                 return b"".join((head, told, tail))
             return _with_response_headers(set_headers, without_body)
-        case ResponseBodyAnswer():
+        case messages.ResponseBodyAnswer():
             return _RESPONSE_BODY
-        case ResponseTrailersAnswer():
+        case messages.ResponseTrailersAnswer():
             return _RESPONSE_TRAILERS
-        case ImmediateAnswer(refusal, headers):
+        case messages.ImmediateAnswer(refusal, headers):
             return _bytes(
                 immediate_response=ImmediateResponse(
                     status=HttpStatus(code=refusal.status),
@@ -228,13 +210,15 @@ def _headers(message: Any) -> dict[str, str]:
     }
 
 
-def modes_of(request: Any) -> BodyModes | None:
+def modes_of(request: Any) -> messages.BodyModes | None:
     if not request.HasField("protocol_config"):
         return None
     numbers = request.protocol_config.request_body_mode, request.protocol_config.response_body_mode
-    request_mode, response_mode = (_MODES.get(number, BodyMode.UNKNOWN) for number in numbers)
+    request_mode, response_mode = (
+        _MODES.get(number, messages.BodyMode.UNKNOWN) for number in numbers
+    )
     unknown = next((number for number in numbers if number not in _MODES), None)
-    return BodyModes(request_mode, response_mode, unknown)
+    return messages.BodyModes(request_mode, response_mode, unknown)
 
 
 def subset_of(request: Any) -> tuple[str, ...] | None:
@@ -295,7 +279,7 @@ def _set(headers: tuple[tuple[str, str], ...]) -> list[Any]:
     ]
 
 
-def _route(response: Any, common: Any, destination: Destination) -> None:
+def _route(response: Any, common: Any, destination: messages.Destination) -> None:
     """Write the destination into `response`, of which `common` is a part.
 
     The destination is written as a header and as dynamic metadata, because some gateways read only
@@ -306,43 +290,45 @@ def _route(response: Any, common: Any, destination: Destination) -> None:
     common.clear_route_cache = True
     mutation = common.header_mutation
     own = () if destination.own_header is None else (destination.own_header,)
-    set_headers = (DESTINATION_HEADER, target), *destination.set_headers, *own
+    set_headers = (messages.DESTINATION_HEADER, target), *destination.set_headers, *own
     mutation.set_headers.extend(_set(set_headers))
     mutation.remove_headers.extend(destination.remove_headers)
     metadata = response.dynamic_metadata.fields[ENDPOINT_NAMESPACE].struct_value
-    metadata.fields[DESTINATION_HEADER].string_value = target
+    metadata.fields[messages.DESTINATION_HEADER].string_value = target
 
 
 @lru_cache(maxsize=ROUTES_MAX)
-def _kept_headers(destination: Destination) -> bytes:
+def _kept_headers(destination: messages.Destination) -> bytes:
     """Return the header answer from a cache; nearly all requests to one endpoint have the same."""
     return _routed_headers(destination)
 
 
-def _headers_with_own(destination: Destination, name: str, value: str) -> bytes:
+def _headers_with_own(destination: messages.Destination, name: str, value: str) -> bytes:
     raw_value = value.encode("utf-8", "surrogateescape")
     if len(raw_value) < OWN_BYTES_MIN:
         return _routed_headers(destination)
-    same = Destination(destination.endpoints, destination.set_headers, destination.remove_headers)
+    same = messages.Destination(
+        destination.endpoints, destination.set_headers, destination.remove_headers
+    )
     head, tail = _round_own(same, name, len(raw_value))
     return b"".join((head, raw_value, tail))
 
 
 @lru_cache(maxsize=ROUTES_MAX)
-def _round_own(destination: Destination, name: str, length: int) -> tuple[bytes, bytes]:
+def _round_own(destination: messages.Destination, name: str, length: int) -> tuple[bytes, bytes]:
     """Return the bytes before and after the value of one additional header; only the value differs
     between requests.
     """
     blank = "\0" * length
     set_headers = (*destination.set_headers, (name, blank))
     whole = _routed_headers(
-        Destination(destination.endpoints, set_headers, destination.remove_headers)
+        messages.Destination(destination.endpoints, set_headers, destination.remove_headers)
     )
     head, _, tail = whole.partition(blank.encode())
     return head, tail
 
 
-def _routed_headers(destination: Destination) -> bytes:
+def _routed_headers(destination: messages.Destination) -> bytes:
     response = ProcessingResponse()
     _route(response, response.request_headers.response, destination)
     return response.SerializeToString()  # type: ignore[no-any-return]
@@ -424,7 +410,7 @@ _REQUEST_BODY: Final = _bytes(request_body=BodyResponse())
 _REQUEST_TRAILERS: Final = _bytes(request_trailers=TrailersResponse())
 _RESPONSE_HEADERS: Final = _bytes(response_headers=HeadersResponse())
 _WITHOUT_BODY: Final = ProcessingMode(
-    response_body_mode=BodyMode.NONE.value, response_trailer_mode=SEND
+    response_body_mode=messages.BodyMode.NONE.value, response_trailer_mode=SEND
 )
 """Mode override with trailers, so that the stream stays open until the response ends instead of
 ending at the headers.

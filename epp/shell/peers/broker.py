@@ -27,17 +27,10 @@ from epp.core.peers.exchange import PeerExchange
 from epp.core.peers.frames import FRAME_BYTES_MAX, ORIGIN_BYTES
 from epp.core.types import Seconds
 from epp.flags.values import PEER_URL, is_peer_url
+from epp.shell.peers import snapshots
 from epp.shell.peers.carrier import Kind, Message, Source
 from epp.shell.peers.complaints import Complaints
 from epp.shell.peers.secret import read_secret
-from epp.shell.peers.snapshots import (
-    SNAPSHOT_BYTES_MAX,
-    SnapshotError,
-    feed,
-    gathered,
-    pack,
-    unpack,
-)
 from epp.shell.peers.state import PeerRow, Traffic
 from epp.shell.starting import StartError
 
@@ -379,8 +372,8 @@ class Broker:
         length = await client.strlen(self._key)
         if not length:
             return None
-        if length > SNAPSHOT_BYTES_MAX:
-            self._ignore(f"the snapshot is larger than {SNAPSHOT_BYTES_MAX} bytes")
+        if length > snapshots.SNAPSHOT_BYTES_MAX:
+            self._ignore(f"the snapshot is larger than {snapshots.SNAPSHOT_BYTES_MAX} bytes")
             return None
         content: bytes | None = await client.get(self._key)
         return content
@@ -389,11 +382,10 @@ class Broker:
         if content is None:
             return False
         try:
-            frames, age_s = await asyncio.to_thread(unpack, content, time.time())
-        except SnapshotError as error:
+            await snapshots.load(self._exchange, content, time.time())
+        except snapshots.SnapshotError as error:
             self._ignore(str(error))
             return False
-        await feed(self._exchange, frames, age_s)
         self.outcomes["loaded"] += 1
         return True
 
@@ -401,8 +393,8 @@ class Broker:
         while True:
             await asyncio.sleep(self._snapshot_every_s)
             if min([self._exchange.origin, *self._replicas]) == self._exchange.origin:
-                frames = await gathered(self._exchange)
-                content = await asyncio.to_thread(pack, frames, time.time())
+                frames = await snapshots.gathered(self._exchange)
+                content = await asyncio.to_thread(snapshots.pack, frames, time.time())
                 await client.setex(self._key, SNAPSHOT_TTL_S, content)
                 self.outcomes["saved"] += 1
 

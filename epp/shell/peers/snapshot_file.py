@@ -15,15 +15,8 @@ import structlog
 
 from epp.core.peers.exchange import PeerExchange
 from epp.core.types import Seconds
+from epp.shell.peers import snapshots
 from epp.shell.peers.complaints import Complaints
-from epp.shell.peers.snapshots import (
-    SNAPSHOT_BYTES_MAX,
-    SnapshotError,
-    feed,
-    gathered,
-    pack,
-    unpack,
-)
 
 WRITE_EVERY_S: Final[Seconds] = 30.0
 LAST_WRITE_S_MAX: Final[Seconds] = 5.0
@@ -64,14 +57,12 @@ class SnapshotFile:
             self._ignore(error.strerror or str(error))
             return False
         try:
-            # Hashing and parsing some megabytes would block the event loop, so a thread does it.
-            frames, age_s = await asyncio.to_thread(unpack, content, self._clock())
-        except SnapshotError as error:
+            frames, age_s = await snapshots.load(self._exchange, content, self._clock())
+        except snapshots.SnapshotError as error:
             self._ignore(str(error))
             return False
-        await feed(self._exchange, frames, age_s)
         self.outcomes["loaded"] += 1
-        _log.info("snapshot loaded", file=str(self.path), age_s=round(age_s, 1), frames=len(frames))
+        _log.info("snapshot loaded", file=str(self.path), age_s=round(age_s, 1), frames=frames)
         return True
 
     async def run(self) -> None:
@@ -86,7 +77,7 @@ class SnapshotFile:
         Return True if it succeeded.
         """
         try:
-            frames = await gathered(self._exchange)
+            frames = await snapshots.gathered(self._exchange)
             created_s = self._clock()
             # A thread writes the file, because a volume that hangs must not block the event loop.
             await asyncio.to_thread(_write, self.path, beside, frames, created_s)
@@ -121,9 +112,9 @@ class SnapshotFile:
 def _read(path: Path) -> bytes:
     """Return the content of the file. Raises `OSError`."""
     with path.open("rb") as file:
-        content = file.read(SNAPSHOT_BYTES_MAX + 1)
-    if len(content) > SNAPSHOT_BYTES_MAX:
-        raise OSError(f"the file is larger than {SNAPSHOT_BYTES_MAX} bytes")
+        content = file.read(snapshots.SNAPSHOT_BYTES_MAX + 1)
+    if len(content) > snapshots.SNAPSHOT_BYTES_MAX:
+        raise OSError(f"the file is larger than {snapshots.SNAPSHOT_BYTES_MAX} bytes")
     return content
 
 
@@ -133,7 +124,7 @@ def _write(path: Path, beside_name: str, frames: list[bytes], created_s: Seconds
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     with os.fdopen(os.open(beside, flags, 0o600), "wb") as file:
-        file.write(pack(frames, created_s))
+        file.write(snapshots.pack(frames, created_s))
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)

@@ -104,6 +104,18 @@ async def gathered(exchange: PeerExchange, bytes_max: int = SNAPSHOT_BYTES_MAX) 
         await asyncio.sleep(PAUSE_SHARE * (time.monotonic() - began_at_s))
 
 
+async def load(exchange: PeerExchange, content: bytes, now_s: Seconds) -> tuple[int, Seconds]:
+    """Pass the snapshot `content`, read at the Unix time `now_s`, to the exchange.
+
+    Return the number of its frames and their age in seconds. Raises `SnapshotError` if the snapshot
+    is invalid.
+    """
+    # Hashing and parsing some megabytes would block the event loop, so a thread does it.
+    frames, age_s = await asyncio.to_thread(unpack, content, now_s)
+    await feed(exchange, frames, age_s)
+    return len(frames), age_s
+
+
 async def feed(exchange: PeerExchange, frames: Sequence[bytes], age_s: Seconds) -> None:
     """Pass `frames` to the exchange, which applies each one before the next."""
     for frame in frames:

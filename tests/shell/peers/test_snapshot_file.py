@@ -6,7 +6,7 @@ import stat
 import pytest
 import structlog
 
-from epp.shell.peers import snapshot_file
+from epp.shell.peers import snapshot_file, snapshots
 from epp.shell.peers.complaints import Complaints
 from epp.shell.peers.snapshot_file import NAME, SnapshotFile
 from tests.envoy.rig import until
@@ -61,7 +61,7 @@ async def test_a_file_that_does_not_fit_is_ignored_with_one_line(
     tmp_path, spoil, problem, monkeypatch
 ):
     """The start goes on without it, and the next save replaces it."""
-    monkeypatch.setattr(snapshot_file, "SNAPSHOT_BYTES_MAX", 1_000_000)
+    monkeypatch.setattr(snapshots, "SNAPSHOT_BYTES_MAX", 1_000_000)
     _, before = file_of(tmp_path, FRAMES)
     await before.save()
     spoil(before.path)

@@ -16,22 +16,8 @@ import msgspec
 from epp.configuration.token_producer import LocalTokenizers
 from epp.core.prompt.token_ids import packed
 from epp.core.types import ApiKind
+from epp.shell.engines.tokens import frames
 from epp.shell.engines.tokens.chat_bodies import NoChatError, as_chat
-from epp.shell.engines.tokens.frames import (
-    LENGTH_BYTES,
-    Begin,
-    Cannot,
-    Done,
-    FromWorker,
-    Job,
-    Load,
-    Loaded,
-    Ready,
-    ToWorker,
-    framed,
-    length_of,
-    to_worker,
-)
 from epp.shell.engines.tokens.question import TokensResult
 from epp.shell.engines.tokens.segments import SegmentCache
 from epp.shell.engines.tokens.tokenizer_files import files_of, read_config
@@ -82,39 +68,39 @@ class Worker:
         self._models: dict[str, _Model] = {}
         self._cache = SegmentCache()
 
-    def answer(self, message: ToWorker) -> FromWorker:
+    def answer(self, message: frames.ToWorker) -> frames.FromWorker:
         match message:
-            case Begin():
+            case frames.Begin():
                 return self._begin(message)
-            case Load(model=model):
+            case frames.Load(model=model):
                 return self._load(model)
-            case Job():
+            case frames.Job():
                 return self._job(message)
 
-    def _begin(self, message: Begin) -> FromWorker:
+    def _begin(self, message: frames.Begin) -> frames.FromWorker:
         try:
             import jinja2  # noqa: F401, PLC0415
             import tiktoken  # noqa: F401, PLC0415
             import tokenizers  # noqa: F401, PLC0415
         except ImportError:
-            return Cannot(NEEDED)
+            return frames.Cannot(NEEDED)
         self._settings = msgspec.json.decode(message.settings, type=LocalTokenizers)
         self._files = files_of(self._settings)
-        return Ready(tuple(self._files))
+        return frames.Ready(tuple(self._files))
 
-    def _load(self, model: str) -> Loaded:
+    def _load(self, model: str) -> frames.Loaded:
         assert self._settings is not None, "Begin must come first"
         began_s = time.monotonic()
         file = self._files.get(model)
         if file is None:
-            return Loaded(model, "no tokenizer has this name")
+            return frames.Loaded(model, "no tokenizer has this name")
         if len(self._models) >= LOADED_MAX and model not in self._models:
-            return Loaded(model, f"{LOADED_MAX} tokenizers are loaded, which is the maximum")
+            return frames.Loaded(model, f"{LOADED_MAX} tokenizers are loaded, which is the maximum")
         try:
             known = self._models[model] = _Model(file, self._settings)
         except Exception as error:  # noqa: BLE001  untrusted files, read by two libraries
-            return Loaded(model, f"{file} cannot be used: {_said(error)}")
-        return Loaded(
+            return frames.Loaded(model, f"{file} cannot be used: {_said(error)}")
+        return frames.Loaded(
             model,
             "",
             known.encoder.library,
@@ -123,7 +109,7 @@ class Worker:
             time.monotonic() - began_s,
         )
 
-    def _job(self, job: Job) -> Done:
+    def _job(self, job: frames.Job) -> frames.Done:
         cache = self._cache
         known, new = cache.hits, cache.misses
         try:
@@ -135,9 +121,9 @@ class Worker:
         except BaseException:  # noqa: BLE001  anything that a prompt may cause in two libraries and a template
             ids, result = (), TokensResult.FAILED
         told = cache.hits - known, cache.misses - new, cache.held_bytes
-        return Done(ids, result.value, *told)
+        return frames.Done(ids, result.value, *told)
 
-    def _ids_of(self, job: Job) -> tuple[bytes, ...]:
+    def _ids_of(self, job: frames.Job) -> tuple[bytes, ...]:
         model = self._models.get(job.model)
         if model is None:
             raise _RefusedError(TokensResult.NO_TOKENIZER)
@@ -197,14 +183,14 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
     """Answer requests until `source` ends."""
     worker = Worker()
     while True:
-        head = source.read(LENGTH_BYTES)
-        if len(head) < LENGTH_BYTES:
+        head = source.read(frames.LENGTH_BYTES)
+        if len(head) < frames.LENGTH_BYTES:
             return
-        length = length_of(head)
+        length = frames.length_of(head)
         frame = source.read(length)
         if len(frame) < length:
             return
-        sink.write(framed(worker.answer(to_worker(frame))))
+        sink.write(frames.framed(worker.answer(frames.to_worker(frame))))
         sink.flush()
 
 

@@ -99,6 +99,26 @@ def engine_ttft(*, select: str = JOB, ago: str = "") -> str:
     return f"{total} / ({count} > 0)"
 
 
+def query(expression: str, legend: str = "") -> tuple[tuple[str, str], ...]:
+    """Return the queries of a panel that has one."""
+    return ((expression, legend),)
+
+
+def each_endpoint(expression: str) -> tuple[tuple[str, str], ...]:
+    """Return the queries of a panel with one line for each endpoint."""
+    return query(expression, _ENDPOINT_LEGEND)
+
+
+def ttft_panel(*, select: str = JOB) -> Panel:
+    """Return the panel of the TTFT that this picker measured."""
+    return Panel(
+        "Time to first token",
+        "Time from the request headers to the first part of the answer. It needs a gateway that shows response bodies.",
+        "s",
+        quantiles("homing_request_ttft_seconds", "p50", "p90", "p99", select=select),
+    )
+
+
 def against_median(name: str) -> tuple[tuple[str, str], ...]:
     """Return queries of each endpoint's mean, and of the median of these means."""
     each = mean(name, BY_ENDPOINT)
@@ -114,7 +134,7 @@ MEMORY_PRESSURE: Final = Panel(
     "Memory pressure",
     "Indexes shrink at 1; long bodies also pass unread at 2.",
     "short",
-    ((latest("homing_memory_pressure", "pod"), "{{pod}}"),),
+    query(latest("homing_memory_pressure", "pod"), "{{pod}}"),
 )
 
 OVERVIEW: Final = Dashboard(
@@ -129,7 +149,7 @@ OVERVIEW: Final = Dashboard(
                     "Endpoints ready",
                     "Endpoints that are reachable, awake, not excluded and have fresh metrics. Requests get 503 at 0.",
                     "short",
-                    ((latest("homing_ready_endpoints", "name"), "{{name}}"),),
+                    query(latest("homing_ready_endpoints", "name"), "{{name}}"),
                     "stat",
                     4,
                     4,
@@ -138,13 +158,10 @@ OVERVIEW: Final = Dashboard(
                     "Outliers",
                     "Endpoints that are slower than the others or answer with errors only. The dashboard of endpoints names them.",
                     "short",
-                    (
-                        (
-                            "count(max by (endpoint_name, port) (homing_per_endpoint_outlier{"
-                            + JOB
-                            + "})) or vector(0)",
-                            "",
-                        ),
+                    query(
+                        "count(max by (endpoint_name, port) (homing_per_endpoint_outlier{"
+                        + JOB
+                        + "})) or vector(0)"
                     ),
                     "stat",
                     4,
@@ -155,13 +172,8 @@ OVERVIEW: Final = Dashboard(
                     "Requests that fail",
                     "Share of requests that were refused, answered with an error by the engine, or broken off. An alert fires from 5 % on.",
                     "percentunit",
-                    (
-                        (
-                            rate("homing_request_error_total")
-                            + " / "
-                            + rate("homing_request_total"),
-                            "",
-                        ),
+                    query(
+                        rate("homing_request_error_total") + " / " + rate("homing_request_total")
                     ),
                     "stat",
                     4,
@@ -182,7 +194,7 @@ OVERVIEW: Final = Dashboard(
                     "Prefix hits",
                     "Share of the prompt tokens that engines found in their caches, by their own counts.",
                     "percentunit",
-                    ((engine_share(""), ""),),
+                    query(engine_share("")),
                     "stat",
                     4,
                     4,
@@ -206,29 +218,24 @@ OVERVIEW: Final = Dashboard(
                     "Requests",
                     "Requests by the model that clients name.",
                     "reqps",
-                    (
-                        (
-                            rate("homing_request_total", "model_name", select=_MODEL),
-                            "{{model_name}}",
-                        ),
+                    query(
+                        rate("homing_request_total", "model_name", select=_MODEL), "{{model_name}}"
                     ),
                 ),
                 Panel(
                     "Errors",
                     "Requests that were refused, answered with an error by the engine, or broken off.",
                     "reqps",
-                    (
-                        (
-                            rate("homing_request_error_total", "error_code", select=_MODEL),
-                            "{{error_code}}",
-                        ),
+                    query(
+                        rate("homing_request_error_total", "error_code", select=_MODEL),
+                        "{{error_code}}",
                     ),
                 ),
                 Panel(
                     "Refusals",
                     "Refused requests by the reason that the client receives.",
                     "reqps",
-                    ((rate("homing_refusals_total", "reason"), "{{reason}}"),),
+                    query(rate("homing_refusals_total", "reason"), "{{reason}}"),
                 ),
                 Panel(
                     "Duration",
@@ -238,12 +245,7 @@ OVERVIEW: Final = Dashboard(
                         "homing_request_duration_seconds", "p50", "p90", "p99", select=_MODEL
                     ),
                 ),
-                Panel(
-                    "Time to first token",
-                    "Time from the request headers to the first part of the answer. It needs a gateway that shows response bodies.",
-                    "s",
-                    quantiles("homing_request_ttft_seconds", "p50", "p90", "p99", select=_MODEL),
-                ),
+                ttft_panel(select=_MODEL),
                 Panel(
                     "Time to response headers",
                     "Time until the engine's response headers. A stream's headers are not its first token, because engines send them at once.",
@@ -254,13 +256,9 @@ OVERVIEW: Final = Dashboard(
                     "Running",
                     "Requests that were routed and have not ended.",
                     "short",
-                    (
-                        (
-                            latest(
-                                "homing_request_running", "model_name", how="sum", select=_MODEL
-                            ),
-                            "{{model_name}}",
-                        ),
+                    query(
+                        latest("homing_request_running", "model_name", how="sum", select=_MODEL),
+                        "{{model_name}}",
                     ),
                 ),
                 Panel(
@@ -300,36 +298,32 @@ OVERVIEW: Final = Dashboard(
                     "Records sent and learnt",
                     "Records of decisions that replicas share, by outcome.",
                     "ops",
-                    (
-                        (
-                            rate("homing_peer_records_total", "direction, outcome"),
-                            "{{direction}}: {{outcome}}",
-                        ),
+                    query(
+                        rate("homing_peer_records_total", "direction, outcome"),
+                        "{{direction}}: {{outcome}}",
                     ),
                 ),
                 Panel(
                     "Age of learnt records",
                     "Age of shared records when a replica learns them, for the oldest peer.",
                     "s",
-                    ((latest("homing_peer_lag_seconds", "pod"), "{{pod}}"),),
+                    query(latest("homing_peer_lag_seconds", "pod"), "{{pod}}"),
                 ),
                 Panel(
                     "Hits owed to other replicas alone",
                     "Share of the look-ups with a hit whose deepest block came from another replica.",
                     "percentunit",
-                    (
-                        (
-                            rate("homing_prefix_known_from_peers_total", "pod")
-                            + ' / (sum by (pod) (rate(homing_prefix_indexer_lookups_total{job=~"$job",result=~"full|partial"}[$__rate_interval])) > 0)',
-                            "{{pod}}",
-                        ),
+                    query(
+                        rate("homing_prefix_known_from_peers_total", "pod")
+                        + ' / (sum by (pod) (rate(homing_prefix_indexer_lookups_total{job=~"$job",result=~"full|partial"}[$__rate_interval])) > 0)',
+                        "{{pod}}",
                     ),
                 ),
                 Panel(
                     "Lost frames",
                     "Frames that others sent and that did not arrive, or arrived late.",
                     "ops",
-                    ((rate("homing_peer_frames_lost_total", "pod"), "{{pod}}"),),
+                    query(rate("homing_peer_frames_lost_total", "pod"), "{{pod}}"),
                 ),
                 Panel(
                     "Failed connections, dropped frames",
@@ -351,7 +345,7 @@ OVERVIEW: Final = Dashboard(
                     "Bytes sent and received",
                     "Bytes between replicas, without encryption overhead.",
                     "Bps",
-                    ((rate("homing_peer_bytes_total", "direction"), "{{direction}}"),),
+                    query(rate("homing_peer_bytes_total", "direction"), "{{direction}}"),
                 ),
             ),
         ),
@@ -362,11 +356,8 @@ OVERVIEW: Final = Dashboard(
                     "Streams",
                     "Open ext_proc streams, one for each request.",
                     "short",
-                    (
-                        (
-                            latest("homing_extproc_streams_inflight", "pod", how="sum"),
-                            "open, {{pod}}",
-                        ),
+                    query(
+                        latest("homing_extproc_streams_inflight", "pod", how="sum"), "open, {{pod}}"
                     ),
                 ),
                 Panel(
@@ -382,25 +373,27 @@ OVERVIEW: Final = Dashboard(
                     "CPU",
                     "Cores that the picker's process uses. It is one thread except for the capture and gRPC.",
                     "short",
-                    ((rate("homing_process_cpu_seconds_total", "pod"), "cores, {{pod}}"),),
+                    query(rate("homing_process_cpu_seconds_total", "pod"), "cores, {{pod}}"),
                 ),
                 Panel(
                     "Memory",
                     "Resident memory of the picker's process.",
                     "bytes",
-                    ((latest("homing_process_resident_memory_bytes", "pod"), "{{pod}}"),),
+                    query(latest("homing_process_resident_memory_bytes", "pod"), "{{pod}}"),
                 ),
                 Panel(
                     "Capture lost",
                     "Events that are missing in the capture, by the part that had no room for them.",
                     "ops",
-                    ((rate("homing_capture_dropped_total", "pod, reason"), "{{pod}} {{reason}}"),),
+                    query(
+                        rate("homing_capture_dropped_total", "pod, reason"), "{{pod}} {{reason}}"
+                    ),
                 ),
                 Panel(
                     "Streams ended",
                     "Ended streams by gRPC status code.",
                     "short",
-                    ((rate("homing_extproc_streams_total", "code"), "{{code}}"),),
+                    query(rate("homing_extproc_streams_total", "code"), "{{code}}"),
                 ),
                 Panel(
                     "Streams cut by a drain, connections cut by reason",
@@ -423,46 +416,38 @@ OVERVIEW: Final = Dashboard(
                     "Time since the last message of the API server",
                     "Normal values are below about 90 s; the API server sends nothing above.",
                     "s",
-                    (
-                        (
-                            latest("homing_kube_staleness_seconds", "pod, resource"),
-                            "{{pod}} {{resource}}",
-                        ),
+                    query(
+                        latest("homing_kube_staleness_seconds", "pod, resource"),
+                        "{{pod}} {{resource}}",
                     ),
                 ),
                 Panel(
                     "Failed lists and watches",
                     "Failures by kind.",
                     "short",
-                    (
-                        (
-                            rate("homing_kube_errors_total", "resource, kind"),
-                            "{{resource}} {{kind}}",
-                        ),
+                    query(
+                        rate("homing_kube_errors_total", "resource, kind"), "{{resource}} {{kind}}"
                     ),
                 ),
                 Panel(
                     "Leader",
                     "The value 1 means that this replica leads. The series is absent without leader election.",
                     "short",
-                    ((latest("homing_leader", "pod"), "{{pod}}"),),
+                    query(latest("homing_leader", "pod"), "{{pod}}"),
                 ),
                 Panel(
                     "Not counted or logged",
                     "Events that were lost by a defect; requests continued.",
                     "short",
-                    ((rate("homing_telemetry_failures_total", "event"), "{{event}}"),),
+                    query(rate("homing_telemetry_failures_total", "event"), "{{event}}"),
                 ),
                 MEMORY_PRESSURE,
                 Panel(
                     "Newest configuration accepted",
                     "The value 0 means that it was rejected and the last valid one is in force.",
                     "short",
-                    (
-                        (
-                            latest("homing_config_last_reload_successful", "pod", how="min"),
-                            "{{pod}}",
-                        ),
+                    query(
+                        latest("homing_config_last_reload_successful", "pod", how="min"), "{{pod}}"
                     ),
                 ),
             ),
@@ -483,11 +468,8 @@ ENDPOINTS: Final = Dashboard(
                     "Slowness",
                     "Duration of requests relative to the expected duration there, over the median of the pool. An endpoint is an outlier from 3 on.",
                     "short",
-                    (
-                        (
-                            latest("homing_per_endpoint_slowness_ratio", BY_ENDPOINT, select=POD),
-                            _ENDPOINT_LEGEND,
-                        ),
+                    each_endpoint(
+                        latest("homing_per_endpoint_slowness_ratio", BY_ENDPOINT, select=POD)
                     ),
                     width=12,
                 ),
@@ -495,13 +477,9 @@ ENDPOINTS: Final = Dashboard(
                     "Outliers",
                     "The value 1 means slower than the others, or failing.",
                     "short",
-                    (
-                        (
-                            latest(
-                                "homing_per_endpoint_outlier", BY_ENDPOINT + ", cause", select=POD
-                            ),
-                            _ENDPOINT_LEGEND + " {{cause}}",
-                        ),
+                    query(
+                        latest("homing_per_endpoint_outlier", BY_ENDPOINT + ", cause", select=POD),
+                        _ENDPOINT_LEGEND + " {{cause}}",
                     ),
                     width=12,
                 ),
@@ -537,70 +515,56 @@ ENDPOINTS: Final = Dashboard(
                     "Errors",
                     "Responses per second by class of status. The class unreached means that the gateway got no connection.",
                     "reqps",
-                    (
-                        (
-                            rate(
-                                "homing_per_endpoint_error_total",
-                                BY_ENDPOINT + ", status",
-                                select=POD,
-                            ),
-                            _ENDPOINT_LEGEND + " {{status}}",
+                    query(
+                        rate(
+                            "homing_per_endpoint_error_total", BY_ENDPOINT + ", status", select=POD
                         ),
+                        _ENDPOINT_LEGEND + " {{status}}",
                     ),
                 ),
                 Panel(
                     "Predicted less actual hits",
                     "Predicted hits less the engine's count, as a share of the prompt tokens, in the last windows of each. The prediction is too high above 0.",
                     "percentunit",
-                    (
-                        (
-                            latest(
-                                "homing_predicted_hit_ratio",
-                                BY_ENDPOINT,
-                                how="avg",
-                                select=POD + ', index="all"',
-                            )
-                            + " - "
-                            + latest(
-                                "homing_engine_hit_ratio",
-                                BY_ENDPOINT,
-                                how="avg",
-                                select=POD + ', tier="all"',
-                            ),
-                            _ENDPOINT_LEGEND,
-                        ),
+                    each_endpoint(
+                        latest(
+                            "homing_predicted_hit_ratio",
+                            BY_ENDPOINT,
+                            how="avg",
+                            select=POD + ', index="all"',
+                        )
+                        + " - "
+                        + latest(
+                            "homing_engine_hit_ratio",
+                            BY_ENDPOINT,
+                            how="avg",
+                            select=POD + ', tier="all"',
+                        )
                     ),
                 ),
                 Panel(
                     "Actual hits by tier",
                     "Share of the prompt tokens that engines found cached, by tier.",
                     "percentunit",
-                    (
-                        (
-                            latest(
-                                "homing_engine_hit_ratio",
-                                BY_ENDPOINT + ", tier",
-                                how="avg",
-                                select=POD,
-                            ),
-                            _ENDPOINT_LEGEND + " {{tier}}",
+                    query(
+                        latest(
+                            "homing_engine_hit_ratio", BY_ENDPOINT + ", tier", how="avg", select=POD
                         ),
+                        _ENDPOINT_LEGEND + " {{tier}}",
                     ),
                 ),
                 Panel(
                     "Predicted hits by index",
                     "Index all is the prediction that decisions used. Another index shows what it alone would have predicted, beside the index with KV events.",
                     "percentunit",
-                    (
-                        (
-                            latest(
-                                "homing_predicted_hit_ratio",
-                                BY_ENDPOINT + ", index",
-                                how="avg",
-                                select=POD,
-                            ),
-                            _ENDPOINT_LEGEND + " {{index}}",
+                    query(
+                        latest(
+                            "homing_predicted_hit_ratio",
+                            BY_ENDPOINT + ", index",
+                            how="avg",
+                            select=POD,
                         ),
+                        _ENDPOINT_LEGEND + " {{index}}",
                     ),
                 ),
                 Panel(
@@ -645,72 +609,53 @@ ENDPOINTS: Final = Dashboard(
                     "Picks",
                     "Decisions for each endpoint.",
                     "reqps",
-                    (
-                        (
-                            rate(
-                                "homing_scheduler_attempts_total",
-                                BY_ENDPOINT,
-                                select=POD + ', endpoint_name!=""',
-                            ),
-                            _ENDPOINT_LEGEND,
-                        ),
+                    each_endpoint(
+                        rate(
+                            "homing_scheduler_attempts_total",
+                            BY_ENDPOINT,
+                            select=POD + ', endpoint_name!=""',
+                        )
                     ),
                 ),
                 Panel(
                     "In flight",
                     "Requests that these pickers sent there and that have not ended.",
                     "short",
-                    (
-                        (
-                            latest("homing_inflight_requests", BY_ENDPOINT, how="sum", select=POD),
-                            _ENDPOINT_LEGEND,
-                        ),
+                    each_endpoint(
+                        latest("homing_inflight_requests", BY_ENDPOINT, how="sum", select=POD)
                     ),
                 ),
                 Panel(
                     "Prompt tokens not yet prefilled",
                     "Estimated tokens that the engine still has to compute.",
                     "short",
-                    (
-                        (
-                            latest("homing_inflight_tokens", BY_ENDPOINT, how="sum", select=POD),
-                            _ENDPOINT_LEGEND,
-                        ),
+                    each_endpoint(
+                        latest("homing_inflight_tokens", BY_ENDPOINT, how="sum", select=POD)
                     ),
                 ),
                 Panel(
                     "Waiting",
                     "Requests in the engine's queue, as last scraped.",
                     "short",
-                    (
-                        (
-                            latest("homing_per_endpoint_queue_size", "model_server_endpoint, port"),
-                            "{{model_server_endpoint}}:{{port}}",
-                        ),
+                    query(
+                        latest("homing_per_endpoint_queue_size", "model_server_endpoint, port"),
+                        "{{model_server_endpoint}}:{{port}}",
                     ),
                 ),
                 Panel(
                     "Running",
                     "Requests in the engine's batch, as last scraped.",
                     "short",
-                    (
-                        (
-                            latest("homing_per_endpoint_running_requests", BY_ENDPOINT, select=POD),
-                            _ENDPOINT_LEGEND,
-                        ),
+                    each_endpoint(
+                        latest("homing_per_endpoint_running_requests", BY_ENDPOINT, select=POD)
                     ),
                 ),
                 Panel(
                     "KV cache",
                     "Share of the KV cache in use, as last scraped.",
                     "percentunit",
-                    (
-                        (
-                            latest(
-                                "homing_per_endpoint_kv_cache_utilization", BY_ENDPOINT, select=POD
-                            ),
-                            _ENDPOINT_LEGEND,
-                        ),
+                    each_endpoint(
+                        latest("homing_per_endpoint_kv_cache_utilization", BY_ENDPOINT, select=POD)
                     ),
                 ),
             ),
@@ -734,20 +679,15 @@ ENDPOINTS: Final = Dashboard(
                     "Age of metrics",
                     "Time since the last successful scrape.",
                     "s",
-                    (
-                        (
-                            latest(
-                                "homing_per_endpoint_metrics_age_seconds", BY_ENDPOINT, select=POD
-                            ),
-                            _ENDPOINT_LEGEND,
-                        ),
+                    each_endpoint(
+                        latest("homing_per_endpoint_metrics_age_seconds", BY_ENDPOINT, select=POD)
                     ),
                 ),
                 Panel(
                     "Failed scrapes",
                     "Failures by kind.",
                     "short",
-                    ((rate("homing_scrape_errors_total", "kind"), "{{kind}}"),),
+                    query(rate("homing_scrape_errors_total", "kind"), "{{kind}}"),
                 ),
                 Panel(
                     "Set aside, ejected",
@@ -790,7 +730,7 @@ ENDPOINTS: Final = Dashboard(
                     "Events",
                     "Events that all pickers together read per second; each picker receives every engine.",
                     "short",
-                    ((rate("homing_kv_events_total", "type"), "{{type}}"),),
+                    query(rate("homing_kv_events_total", "type"), "{{type}}"),
                 ),
                 Panel(
                     "Faults of KV events",
@@ -812,7 +752,7 @@ ENDPOINTS: Final = Dashboard(
                     "Data-parallel ranks",
                     "Requests to endpoints with several ranks behind one address: a named rank, or the reason why the engine chose. The panel is empty if no plugin chooses ranks.",
                     "reqps",
-                    ((rate("homing_rank_choices_total", "result"), "{{result}}"),),
+                    query(rate("homing_rank_choices_total", "result"), "{{result}}"),
                 ),
             ),
         ),
@@ -838,30 +778,20 @@ TUNING: Final = Dashboard(
                     "Weights",
                     "Weights in force.",
                     "short",
-                    (
-                        (
-                            latest("homing_scorer_weight", "profile, scorer"),
-                            "{{profile}} {{scorer}}",
-                        ),
+                    query(
+                        latest("homing_scorer_weight", "profile, scorer"), "{{profile}} {{scorer}}"
                     ),
                 ),
                 Panel(
                     "Configuration in force",
                     "Configuration of each replica. A step is a change.",
                     "short",
-                    (
-                        (
-                            latest("homing_config_info", "pod, hash, generation"),
-                            "{{pod}}: {{hash}}, generation {{generation}}",
-                        ),
+                    query(
+                        latest("homing_config_info", "pod, hash, generation"),
+                        "{{pod}}: {{hash}}, generation {{generation}}",
                     ),
                 ),
-                Panel(
-                    "Time to first token",
-                    "Time from the request headers to the first part of the answer. It needs a gateway that shows response bodies.",
-                    "s",
-                    quantiles("homing_request_ttft_seconds", "p50", "p90", "p99"),
-                ),
+                ttft_panel(),
                 Panel(
                     "Hits by the engines' own counts",
                     "Share of prompt tokens that engines found cached, beside the prediction.",
@@ -880,22 +810,20 @@ TUNING: Final = Dashboard(
                     "Spread of the load",
                     "Standard deviation of the queues over their mean. The load is even at 0.",
                     "short",
-                    (
-                        (
-                            "max by (name) (homing_std_dev_queue_size{"
-                            + JOB
-                            + "}) / (max by (name) (homing_average_queue_size{"
-                            + JOB
-                            + "}) > 0)",
-                            "{{name}}",
-                        ),
+                    query(
+                        "max by (name) (homing_std_dev_queue_size{"
+                        + JOB
+                        + "}) / (max by (name) (homing_average_queue_size{"
+                        + JOB
+                        + "}) > 0)",
+                        "{{name}}",
                     ),
                 ),
                 Panel(
                     "Duration",
                     "Mean duration of all requests.",
                     "s",
-                    ((mean("homing_request_duration_seconds"), "mean"),),
+                    query(mean("homing_request_duration_seconds"), "mean"),
                 ),
             ),
         ),
@@ -906,19 +834,19 @@ TUNING: Final = Dashboard(
                     "Scorers' parts for the chosen endpoint",
                     "Mean weighted score of each scorer, which shows the scorer that decides.",
                     "short",
-                    ((mean("homing_scorer_contribution", "scorer"), "{{scorer}}"),),
+                    query(mean("homing_scorer_contribution", "scorer"), "{{scorer}}"),
                 ),
                 Panel(
                     "Candidates dropped",
                     "Dropped candidates by filter.",
                     "short",
-                    ((rate("homing_filter_eliminated_total", "filter"), "{{filter}}"),),
+                    query(rate("homing_filter_eliminated_total", "filter"), "{{filter}}"),
                 ),
                 Panel(
                     "Plugins that fail",
                     "Failures by plugin. Decisions omit the contribution of a failing plugin.",
                     "short",
-                    ((rate("homing_plugin_errors_total", "plugin"), "{{plugin}}"),),
+                    query(rate("homing_plugin_errors_total", "plugin"), "{{plugin}}"),
                 ),
                 Panel(
                     "Time of a decision",
@@ -936,7 +864,7 @@ TUNING: Final = Dashboard(
                     "Decided without the prompt",
                     "Requests by body mode of the gateway. The mode memory means that there was no memory to read the body.",
                     "reqps",
-                    ((rate("homing_scheduled_without_prefix_total", "mode"), "{{mode}}"),),
+                    query(rate("homing_scheduled_without_prefix_total", "mode"), "{{mode}}"),
                 ),
             ),
         ),
@@ -947,42 +875,40 @@ TUNING: Final = Dashboard(
                     "Predicted hit ratio",
                     "Mean share of the prompt that the chosen endpoint is predicted to have cached.",
                     "percentunit",
-                    ((mean("homing_prefix_indexer_hit_ratio"), "mean"),),
+                    query(mean("homing_prefix_indexer_hit_ratio"), "mean"),
                 ),
                 Panel(
                     "Predicted and served from cache",
                     "Tokens per second of requests whose usage was parsed.",
                     "short",
-                    ((rate("homing_prefix_hit_tokens_total", "source"), "{{source}}"),),
+                    query(rate("homing_prefix_hit_tokens_total", "source"), "{{source}}"),
                 ),
                 Panel(
                     "Look-ups",
                     "Look-ups by result.",
                     "short",
-                    ((rate("homing_prefix_indexer_lookups_total", "result"), "{{result}}"),),
+                    query(rate("homing_prefix_indexer_lookups_total", "result"), "{{result}}"),
                 ),
                 Panel(
                     "Evictions",
                     "Evictions by cause. The cause capacity is an index that follows its engines; memory is one that is too small.",
                     "short",
-                    ((rate("homing_prefix_indexer_evictions_total", "cause"), "{{cause}}"),),
+                    query(rate("homing_prefix_indexer_evictions_total", "cause"), "{{cause}}"),
                 ),
                 Panel(
                     "Entries",
                     "Entries of the index, one for each block and endpoint.",
                     "short",
-                    (
-                        (
-                            latest("homing_prefix_indexer_size", "pod, index", how="sum"),
-                            "{{pod}} {{index}}",
-                        ),
+                    query(
+                        latest("homing_prefix_indexer_size", "pod, index", how="sum"),
+                        "{{pod}} {{index}}",
                     ),
                 ),
                 Panel(
                     "Segments of long prompts",
                     "Segments of long prompts. The blocks of known ones were not hashed again.",
                     "short",
-                    ((rate("homing_prompt_segments_total", "result"), "{{result}}"),),
+                    query(rate("homing_prompt_segments_total", "result"), "{{result}}"),
                 ),
             ),
         ),
@@ -1037,47 +963,41 @@ CAPACITY: Final = Dashboard(
                     "Requests by endpoint",
                     "Requests per second and ready endpoint.",
                     "reqps",
-                    (
-                        (
-                            "sum(rate(homing_request_total{"
-                            + JOB
-                            + "}[$__rate_interval])) / sum(max by (name) (homing_ready_endpoints{"
-                            + JOB
-                            + "}))",
-                            "requests",
-                        ),
+                    query(
+                        "sum(rate(homing_request_total{"
+                        + JOB
+                        + "}[$__rate_interval])) / sum(max by (name) (homing_ready_endpoints{"
+                        + JOB
+                        + "}))",
+                        "requests",
                     ),
                 ),
                 Panel(
                     "Uncached prompt tokens by endpoint",
                     "Tokens per second that prefill must compute.",
                     "short",
-                    (
-                        (
-                            "("
-                            + rate("homing_per_endpoint_prompt_tokens_total")
-                            + " - "
-                            + rate("homing_per_endpoint_predicted_hit_tokens_total")
-                            + ") / sum(max by (name) (homing_ready_endpoints{"
-                            + JOB
-                            + "}))",
-                            "tokens",
-                        ),
+                    query(
+                        "("
+                        + rate("homing_per_endpoint_prompt_tokens_total")
+                        + " - "
+                        + rate("homing_per_endpoint_predicted_hit_tokens_total")
+                        + ") / sum(max by (name) (homing_ready_endpoints{"
+                        + JOB
+                        + "}))",
+                        "tokens",
                     ),
                 ),
                 Panel(
                     "Shed",
                     "Requests that were refused because the pool is full.",
                     "reqps",
-                    (
-                        (
-                            rate(
-                                "homing_refusals_total",
-                                "reason",
-                                select=JOB + ', reason="rejected-saturated"',
-                            ),
-                            "{{reason}}",
+                    query(
+                        rate(
+                            "homing_refusals_total",
+                            "reason",
+                            select=JOB + ', reason="rejected-saturated"',
                         ),
+                        "{{reason}}",
                     ),
                 ),
             ),
@@ -1089,51 +1009,45 @@ CAPACITY: Final = Dashboard(
                     "Requests by replica",
                     "Requests per second of each replica.",
                     "reqps",
-                    ((rate("homing_request_total", "pod"), "{{pod}}"),),
+                    query(rate("homing_request_total", "pod"), "{{pod}}"),
                 ),
                 Panel(
                     "Open streams",
                     "Open streams, limited by --concurrent-streams-max.",
                     "short",
-                    ((latest("homing_extproc_streams_inflight", "pod", how="sum"), "{{pod}}"),),
+                    query(latest("homing_extproc_streams_inflight", "pod", how="sum"), "{{pod}}"),
                 ),
                 Panel(
                     "Refused by the picker itself",
                     "Requests refused because too many streams are open, or too many bodies are held.",
                     "reqps",
-                    (
-                        (
-                            rate(
-                                "homing_refusals_total",
-                                "reason",
-                                select=JOB + ', reason=~"rejected-overloaded|rejected-bodies-held"',
-                            ),
-                            "{{reason}}",
+                    query(
+                        rate(
+                            "homing_refusals_total",
+                            "reason",
+                            select=JOB + ', reason=~"rejected-overloaded|rejected-bodies-held"',
                         ),
+                        "{{reason}}",
                     ),
                 ),
                 Panel(
                     "Bodies held",
                     "Share of the limit for held bodies in use.",
                     "percentunit",
-                    (
-                        (
-                            latest("homing_held_body_bytes", "pod")
-                            + " / "
-                            + latest("homing_held_body_bytes_max", "pod"),
-                            "{{pod}}",
-                        ),
+                    query(
+                        latest("homing_held_body_bytes", "pod")
+                        + " / "
+                        + latest("homing_held_body_bytes_max", "pod"),
+                        "{{pod}}",
                     ),
                 ),
                 Panel(
                     "Index",
                     "Memory that the index accounts for.",
                     "bytes",
-                    (
-                        (
-                            latest("homing_prefix_indexer_memory_bytes", "pod, index", how="sum"),
-                            "{{pod}} {{index}}",
-                        ),
+                    query(
+                        latest("homing_prefix_indexer_memory_bytes", "pod, index", how="sum"),
+                        "{{pod}} {{index}}",
                     ),
                 ),
                 MEMORY_PRESSURE,
@@ -1147,15 +1061,13 @@ CAPACITY: Final = Dashboard(
                     "Messages parsed by protobuf",
                     "Messages that the fast parser leaves to protobuf because they are unusual.",
                     "ops",
-                    (
-                        (
-                            rate(
-                                "homing_extproc_messages_total",
-                                "path",
-                                select=JOB + ', path="protobuf"',
-                            ),
-                            "{{path}}",
+                    query(
+                        rate(
+                            "homing_extproc_messages_total",
+                            "path",
+                            select=JOB + ', path="protobuf"',
                         ),
+                        "{{path}}",
                     ),
                 ),
             ),

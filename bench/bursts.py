@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import time
 
-from bench.decision import Chats, body_messages, headers_message
+from bench.decision import Chats
+from bench.gateway_messages import body_messages, headers_message
 from bench.loopback import served
 from bench.raw_http2 import RawConnection
 

@@ -15,16 +15,14 @@ from typing import TypeAlias
 
 import structlog
 import yaml
-from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue
-from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
-from envoy.service.ext_proc.v3.external_processor_pb2 import (
-    HttpBody,
-    HttpHeaders,
-    ProcessingRequest,
-    ProtocolConfiguration,
-)
 from prometheus_client import CollectorRegistry
 
+from bench.gateway_messages import (
+    CHAT_HEADERS,
+    body_messages,
+    headers_message,
+    response_body_message,
+)
 from bench.timing import best_us
 from epp.configuration.build import build_settings, default_config, plugin_tables
 from epp.configuration.config import PickerConfig, load_config
@@ -51,20 +49,6 @@ _HASHING = {"seed": 1, "block_bytes": BLOCK_BYTES, "blocks_max": 2_048}
 _Hash: TypeAlias = Callable[..., bytes]
 BATCH = 100
 """Decisions in a batch, of which the sampled log shows one."""
-
-_HEADERS = {
-    ":authority": "llm.example.com",
-    ":path": "/v1/chat/completions",
-    ":method": "POST",
-    ":scheme": "http",
-    "user-agent": "OpenAI/Python 1.99.0",
-    "accept": "application/json",
-    "content-type": "application/json",
-    "authorization": "Bearer sk-0123456789abcdef0123456789abcdef",
-    "x-forwarded-for": "10.1.2.3",
-    "x-forwarded-proto": "http",
-    "x-request-id": "7c9e6679-7425-40de-944b-e07fc1f90ae7",
-}
 
 
 class Pool:
@@ -142,35 +126,6 @@ class Chats:
             {"role": role, "content": text} for role, text in zip(roles, texts, strict=False)
         ]
         return json.dumps({"model": "llama", "messages": messages, "stream": True}).encode()
-
-
-def headers_message(headers: dict[str, str] = _HEADERS) -> bytes:
-    """Return the first message of a stream: full duplex for the request, no response body."""
-    return ProcessingRequest(
-        request_headers=HttpHeaders(
-            headers=HeaderMap(
-                headers=[
-                    HeaderValue(key=name, raw_value=value.encode())
-                    for name, value in headers.items()
-                ]
-            )
-        ),
-        protocol_config=ProtocolConfiguration(
-            request_body_mode=ProcessingMode.FULL_DUPLEX_STREAMED,
-            response_body_mode=ProcessingMode.NONE,
-        ),
-    ).SerializeToString()
-
-
-def body_messages(body: bytes) -> list[bytes]:
-    """Return the body in chunks, as Envoy reads it with its buffer of 32 KB."""
-    pieces = [body[start : start + 32_768] for start in range(0, len(body), 32_768)]
-    return [
-        ProcessingRequest(
-            request_body=HttpBody(body=piece, end_of_stream=number == len(pieces))
-        ).SerializeToString()
-        for number, piece in enumerate(pieces, 1)
-    ]
 
 
 class Silent:
@@ -347,10 +302,10 @@ def decode_rows() -> list[tuple[str, str]]:
     more = {f"x-client-{number}": f"value-{number}" * number for number in range(9)}
     messages = {
         "11 request headers": headers_message(),
-        "20 request headers": headers_message(_HEADERS | more),
+        "20 request headers": headers_message(CHAT_HEADERS | more),
         "8 KB body": body_messages(b"x" * 8_000)[0],
-        "150 B of a response": _response_piece(150),
-        "62 KB of a response": _response_piece(62_000),
+        "150 B of a response": response_body_message(b"x" * 150),
+        "62 KB of a response": response_body_message(b"x" * 62_000),
     }
     rows = []
     for what, message in messages.items():
@@ -358,10 +313,6 @@ def decode_rows() -> list[tuple[str, str]]:
             took_us = best_us(read, lambda message=message: [message] * 300)
             rows.append((f"read {what}, {how}", f"{took_us:.2f} µs"))
     return rows
-
-
-def _response_piece(size_bytes: int) -> bytes:
-    return ProcessingRequest(response_body=HttpBody(body=b"x" * size_bytes)).SerializeToString()
 
 
 def strategy_rows() -> list[tuple[str, str]]:

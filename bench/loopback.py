@@ -19,13 +19,8 @@ import grpc.aio
 from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue
 from envoy.service.ext_proc.v3.external_processor_pb2 import HttpHeaders, ProcessingRequest
 
-from bench.decision import (
-    Chats,
-    Pool,
-    body_messages,
-    headers_message,
-    telemetry_observer,
-)
+from bench.decision import Chats, Pool, telemetry_observer
+from bench.gateway_messages import body_messages, headers_message
 from epp.core.protocol.session import Session, SessionSettings
 from epp.shell.gateway.ext_proc import PROCESS, ExtProc
 from epp.shell.gateway.grpcio import GrpcioServer

@@ -16,10 +16,11 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from aiohttp import ClientError, ClientSession, web
+from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
 from msgspec import Struct
 
-from sim.demo.arm import Child, find_envoy
+from bench.envoy import EnvoyPorts, running_envoy, write_bootstrap
+from sim.demo.arm import Child
 
 READY_S_MAX = 30.0
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,6 +29,11 @@ vllm:num_requests_waiting {waiting}
 vllm:num_requests_running 0
 vllm:kv_cache_usage_perc 0.1
 """
+
+
+def client_session(timeout_s: float) -> ClientSession:
+    """Return a session with any number of connections. A request may take `timeout_s` seconds."""
+    return ClientSession(connector=TCPConnector(limit=0), timeout=ClientTimeout(total=timeout_s))
 
 
 def free_ports(count: int) -> list[int]:
@@ -125,15 +131,17 @@ async def running(
     folder: Path, *, pods: int, envoy: bool, flags: Sequence[str] = (), config: str = ""
 ) -> AsyncIterator[Place]:
     """Start everything; stop it at the end of the context."""
-    gateway, admin, readiness, picker, health, metrics, *ports = free_ports(6 + pods)
+    drawn = free_ports(6 + pods)
+    gateway = EnvoyPorts(*drawn[:3])
+    picker, health, metrics, *ports = drawn[3:]
     endpoints = folder / "endpoints.json"
     write_endpoints(endpoints, ports)
     if config:
         (folder / "config.yaml").write_text(config)
         flags = (*flags, "--config-file", str(folder / "config.yaml"))
-    python = (sys.executable, "-m", "epp")
     serve = (
-        *(*python, "serve", "--endpoints-file", str(endpoints), "--secure-serving=false"),
+        *(sys.executable, "-m", "epp", "serve"),
+        *("--endpoints-file", str(endpoints), "--secure-serving=false"),
         *("--grpc-port", str(picker), "--grpc-health-port", str(health)),
         *("--metrics-port", str(metrics), "--seed", "1", *flags),
     )
@@ -144,22 +152,12 @@ async def running(
         child = await started.enter_async_context(Child.running("epp", serve, log))
         if envoy:
             bootstrap = folder / "envoy.yaml"
-            written = await asyncio.create_subprocess_exec(
-                *(*python, "envoy-config", "--out", str(bootstrap), "--plaintext"),
-                *("--listen-host", "127.0.0.1", "--listen-port", str(gateway)),
-                *("--admin-port", str(admin), "--readiness-port", str(readiness)),
-                *("--picker-address", f"127.0.0.1:{picker}"),
-            )
-            assert await written.wait() == 0, "epp envoy-config failed"
-            command = (
-                *(str(find_envoy()), "--config-path", str(bootstrap), "--concurrency", "1"),
-                *("--disable-hot-restart", "--log-level", "warning"),
-            )
-            await started.enter_async_context(Child.running("envoy", command, folder / "envoy.log"))
+            await write_bootstrap(bootstrap, gateway, [f"127.0.0.1:{picker}"])
+            await started.enter_async_context(running_envoy(bootstrap))
         place = Place(
             folder=folder,
             picker=f"127.0.0.1:{picker}",
-            gateway=f"http://127.0.0.1:{gateway}" if envoy else "",
+            gateway=gateway.url if envoy else "",
             pages=pages,
             pods=held,
             picker_pid=child.pid,

@@ -16,10 +16,12 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
+from aiohttp import ClientError, ClientSession, web
 
-from bench.place import free_ports
-from sim.demo.arm import Child, find_envoy
+from bench.envoy import EnvoyPorts, running_envoy, write_bootstrap
+from bench.place import client_session, free_ports
+from epp.plugins.strategy import config_of, step
+from sim.demo.arm import Child
 
 REQUESTS_PER_S = 500
 LASTS_S = 10
@@ -29,22 +31,10 @@ WAITING = 10
 """Waiting requests that the busier pod reports."""
 BODY = json.dumps({"model": "m", "prompt": "once upon a time in a land far away " * 100}).encode()
 
-_CONFIG = """\
-apiVersion: llm-d.ai/v1alpha1
-kind: EndpointPickerConfig
-plugins:
-- type: prefix-cache-scorer
-- type: queue-scorer
-- type: max-score-picker
-schedulingProfiles:
-- name: default
-  plugins:
-  - pluginRef: prefix-cache-scorer
-    weight: {prefix}
-  - pluginRef: queue-scorer
-    weight: {queue}
-  - pluginRef: max-score-picker
-"""
+
+def _config(*, prefix: float, queue: float) -> str:
+    """Return a configuration with these weights of the prefix scorer and the queue scorer."""
+    return config_of(step("prefix-cache-scorer", prefix), step("queue-scorer", queue))
 
 
 async def _pod(port: int) -> None:
@@ -134,8 +124,9 @@ async def _running(folder: Path, config: Path) -> AsyncIterator[tuple[str, list[
     """Yield (URL of the gateway, ports of the pods, URL of the picker's pages) of serving
     processes.
     """
-    ports = free_ports(8)
-    gateway, admin, readiness, picker, health, metrics, *pods = map(str, ports)
+    drawn = free_ports(8)
+    gateway = EnvoyPorts(*drawn[:3])
+    picker, health, metrics, *pods = map(str, drawn[3:])
     endpoints = folder / "endpoints.json"
     endpoints.write_text(
         json.dumps(
@@ -155,22 +146,14 @@ async def _running(folder: Path, config: Path) -> AsyncIterator[tuple[str, list[
             *("--config-file", str(config), "--secure-serving=false", "--grpc-port", picker),
             *("--grpc-health-port", health, "--metrics-port", metrics, "--seed", "1"),
         ),
-        "envoy": (
-            *(str(find_envoy()), "--config-path", str(bootstrap), "--concurrency", "1"),
-            *("--disable-hot-restart", "--log-level", "warning"),
-        ),
     }
-    written = await asyncio.create_subprocess_exec(
-        *(*python, "epp", "envoy-config", "--out", str(bootstrap), "--plaintext"),
-        *("--listen-host", "127.0.0.1", "--listen-port", gateway, "--admin-port", admin),
-        *("--readiness-port", readiness, "--picker-address", f"127.0.0.1:{picker}"),
-    )
-    assert await written.wait() == 0, "epp envoy-config failed"
+    await write_bootstrap(bootstrap, gateway, [f"127.0.0.1:{picker}"])
     async with contextlib.AsyncExitStack() as started:
         for name, command in commands.items():
             child = Child.running(name, command, folder / f"{name}.log")
             await started.enter_async_context(child)
-        yield f"http://127.0.0.1:{gateway}/v1/completions", pods, f"http://127.0.0.1:{metrics}"
+        await started.enter_async_context(running_envoy(bootstrap))
+        yield f"{gateway.url}/v1/completions", pods, f"http://127.0.0.1:{metrics}"
 
 
 async def _until_waiting(session: ClientSession, pages: str, expected: list[int]) -> None:
@@ -200,11 +183,9 @@ async def _measure() -> list[_Answered | float]:
         folder = Path(name)
         mounted = folder / "mounted"
         mounted.mkdir()
-        config = _mount(mounted, 1, _CONFIG.format(prefix=3, queue=1))
-        connector = TCPConnector(limit=0)
-        timeout = ClientTimeout(total=READY_S_MAX)
+        config = _mount(mounted, 1, _config(prefix=3, queue=1))
         async with (
-            ClientSession(connector=connector, timeout=timeout) as session,
+            client_session(READY_S_MAX) as session,
             _running(folder, config) as (gateway, pods, pages),
         ):
             await _until_waiting(session, pages, [0, 0])
@@ -216,7 +197,7 @@ async def _measure() -> list[_Answered | float]:
             loading = asyncio.create_task(_load(session, gateway))
             await asyncio.sleep(SWAP_AFTER_S)
             swapped_s = time.monotonic()
-            _mount(mounted, 2, _CONFIG.format(prefix=1, queue=3))
+            _mount(mounted, 2, _config(prefix=1, queue=3))
             return [swapped_s, *await loading]
 
 

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 
-from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
+from aiohttp import ClientError, ClientSession
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench import soak_peers
@@ -34,11 +34,12 @@ from bench.effect import (
     require_effect,
     within,
 )
-from bench.place import PAGE, PAGES, Place, running, write_endpoints
-from bench.soak_peers import fault
+from bench.place import PAGE, PAGES, Place, client_session, running, write_endpoints
+from bench.soak_peers import fault, prompts
 from bench.termination import end_in_order
 from epp.flags.serve import ServeFlags
 from epp.flags.values import Transport
+from epp.plugins.strategy import config_of, step
 
 PODS = 6
 CONVERSATIONS = 400
@@ -54,23 +55,15 @@ _OPEN = {
     "homing_extproc_streams_inflight": "ext_proc streams open",
 }
 """Gauge -> description of its remainder once all load has ended."""
-_CONFIG = """\
-apiVersion: llm-d.ai/v1alpha1
-kind: EndpointPickerConfig
-plugins:
-- type: prefix-cache-scorer
-- type: queue-scorer
-- type: active-request-scorer
-- type: max-score-picker
-schedulingProfiles:
-- name: default
-  plugins:
-  - pluginRef: prefix-cache-scorer
-    weight: {weight}
-  - pluginRef: queue-scorer
-  - pluginRef: active-request-scorer
-  - pluginRef: max-score-picker
-"""
+
+
+def _config(prefix_weight: float) -> str:
+    """Return a configuration with this weight of the prefix scorer."""
+    return config_of(
+        step("prefix-cache-scorer", prefix_weight),
+        step("queue-scorer"),
+        step("active-request-scorer"),
+    )
 
 
 class Soak:
@@ -82,12 +75,7 @@ class Soak:
         self.changes: Counter[str] = Counter()
         self.resident: list[tuple[float, int]] = []
         self._random = Random(seed)
-        words = [f"word{number}" for number in range(1000)]
-        system = " ".join(self._random.choices(words, k=PROMPT_WORDS))
-        self._prompts = [
-            system + " ".join(self._random.choices(words, k=PROMPT_WORDS))
-            for _ in range(CONVERSATIONS)
-        ]
+        self._prompts = prompts(self._random, CONVERSATIONS, PROMPT_WORDS)
 
     async def ask(self, session: ClientSession) -> None:
         """Send one request, and record the cause if it fails."""
@@ -134,7 +122,7 @@ class Soak:
 
     async def reconfigure(self) -> None:
         """Change the weights; every fourth document is invalid."""
-        text = _CONFIG.format(weight=self._random.randint(1, 5))
+        text = _config(self._random.randint(1, 5))
         good = self._random.random() < 0.75
         text = text if good else text[:-40]
         if text == self.place.config_file.read_text():
@@ -222,7 +210,7 @@ async def soak(minutes: float, rate_per_s: float, transport: str) -> int:
     """
     with tempfile.TemporaryDirectory(prefix="homing-soak-") as name:
         folder = Path(name)
-        config = _CONFIG.format(weight=3)
+        config = _config(3)
         flags = ("--transport", transport)
         async with running(folder, pods=PODS, envoy=True, config=config, flags=flags) as place:
             soaked = Soak(place, seed=1)
@@ -254,12 +242,7 @@ def open_on(page: str) -> dict[str, int]:
 
 
 async def _load(soak: Soak, lasts_s: float, rate_per_s: float) -> None:
-    timeout = ClientTimeout(total=ASK_S_MAX)
-    connector = TCPConnector(limit=0)
-    async with (
-        ClientSession(connector=connector, timeout=timeout) as session,
-        asyncio.TaskGroup() as asking,
-    ):
+    async with client_session(ASK_S_MAX) as session, asyncio.TaskGroup() as asking:
         changes = (
             (15.0, "pod killed", soak.kill),
             (11.0, "page", lambda: soak.turn(session)),

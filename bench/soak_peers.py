@@ -30,7 +30,7 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
-from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
+from aiohttp import ClientError, ClientSession, ClientTimeout
 from msgspec import Struct
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -42,8 +42,8 @@ from bench.effect import (
     require_effect,
     within,
 )
-from bench.place import ROOT, Pods, free_ports, write_endpoints
-from sim.demo.arm import Child, find_envoy
+from bench.envoy import EnvoyPorts, running_envoy, write_bootstrap
+from bench.place import ROOT, Pods, client_session, free_ports, write_endpoints
 
 PICKERS: Final = 3
 PODS: Final = 6
@@ -187,12 +187,7 @@ class PeerSoak:
         self._secret = secret
         self._random = Random(seed)
         self._asking: set[asyncio.Task[None]] = set()
-        words = [f"word{number}" for number in range(1000)]
-        system = " ".join(self._random.choices(words, k=PROMPT_WORDS))
-        self._prompts = [
-            system + " ".join(self._random.choices(words, k=PROMPT_WORDS))
-            for _ in range(CONVERSATIONS)
-        ]
+        self._prompts = prompts(self._random, CONVERSATIONS, PROMPT_WORDS)
 
     # Load.
 
@@ -364,6 +359,13 @@ class PeerSoak:
                 picker.count(await response.text())
 
 
+def prompts(random: Random, count: int, words: int) -> list[str]:
+    """Return prompts that begin with the same `words` words and end with as many of their own."""
+    known = [f"word{number}" for number in range(1000)]
+    beginning = " ".join(random.choices(known, k=words))
+    return [beginning + " ".join(random.choices(known, k=words)) for _ in range(count)]
+
+
 def fault(status: int, text: str) -> str:
     """Return the cause of an answer."""
     if status == 200:
@@ -409,20 +411,20 @@ def connections_from(pid: int, port: int) -> int:
 @contextlib.asynccontextmanager
 async def _everything(folder: Path, seed: int) -> AsyncIterator[tuple[PeerSoak, list[Picker]]]:
     drawn = free_ports(3 + PODS + 4 * PICKERS)
-    gateway, admin, readiness = drawn[:3]
+    gateway = EnvoyPorts(*drawn[:3])
     ports = [Ports(*drawn[at : at + 4]) for at in range(3, 3 + 4 * PICKERS, 4)]
     pod_ports = drawn[3 + 4 * PICKERS :]
     endpoints, secret = folder / "endpoints.json", folder / "secret"
     write_endpoints(endpoints, pod_ports)
     secret.write_text("soak" * 16)
-    python = (sys.executable, "-m", "epp")
     peers = ",".join(f"127.0.0.1:{one.peer}" for one in ports)
     pickers = [
         Picker(
             number,
             one,
             (
-                *(*python, "serve", "--endpoints-file", str(endpoints), "--secure-serving=false"),
+                *(sys.executable, "-m", "epp", "serve"),
+                *("--endpoints-file", str(endpoints), "--secure-serving=false"),
                 *("--grpc-port", str(one.grpc), "--grpc-health-port", str(one.health)),
                 *("--metrics-port", str(one.metrics), "--seed", str(number)),
                 *("--peers", peers, "--peer-port", str(one.peer), "--replicas", str(PICKERS)),
@@ -438,20 +440,9 @@ async def _everything(folder: Path, seed: int) -> AsyncIterator[tuple[PeerSoak, 
             await picker.start()
             started.push_async_callback(picker.end, signal.SIGKILL)
         bootstrap = folder / "envoy.yaml"
-        written = await asyncio.create_subprocess_exec(
-            *(*python, "envoy-config", "--out", str(bootstrap), "--plaintext"),
-            *("--listen-host", "127.0.0.1", "--listen-port", str(gateway)),
-            *("--admin-port", str(admin), "--readiness-port", str(readiness)),
-            *("--picker-address", ",".join(f"127.0.0.1:{one.grpc}" for one in ports)),
-        )
-        assert await written.wait() == 0, "epp envoy-config failed"
-        command = (
-            *(str(find_envoy()), "--config-path", str(bootstrap), "--concurrency", "1"),
-            *("--disable-hot-restart", "--log-level", "warning"),
-        )
-        await started.enter_async_context(Child.running("envoy", command, folder / "envoy.log"))
-        url = f"http://127.0.0.1:{gateway}"
-        yield PeerSoak(url, pods, pickers, secret, seed), pickers
+        await write_bootstrap(bootstrap, gateway, [f"127.0.0.1:{one.grpc}" for one in ports])
+        await started.enter_async_context(running_envoy(bootstrap))
+        yield PeerSoak(gateway.url, pods, pickers, secret, seed), pickers
 
 
 async def _settled(
@@ -500,10 +491,9 @@ async def _unsettled(session: ClientSession, picker: Picker) -> str:
 
 async def soak(minutes: float, seed: int, folder: Path) -> "Outcome":
     """Run the soak; its files are in `folder`."""
-    timeout = ClientTimeout(total=ASK_S_MAX)
     async with (
         _everything(folder, seed) as (running, pickers),
-        ClientSession(connector=TCPConnector(limit=0), timeout=timeout) as session,
+        client_session(ASK_S_MAX) as session,
     ):
         missing = await _settled(session, running.gateway, pickers, READY_S_MAX)
         assert not missing, f"it never began: {missing}"

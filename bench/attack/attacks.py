@@ -17,13 +17,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 
 import grpc
 import grpc.aio
-from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
+from aiohttp import ClientError, ClientSession
 from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingResponse
 
 from bench.attack import gateway as gw
 from bench.effect import NoEffectError, require_effect
 from bench.hostile_bodies import ATTACKS as KINDS
 from bench.hostile_bodies import MB
+from bench.place import client_session
 from bench.raw_http2 import (
     ACK,
     CANCEL,
@@ -94,10 +95,6 @@ class Target:
         return time.monotonic() < self.until_s
 
 
-def _session() -> ClientSession:
-    return ClientSession(connector=TCPConnector(limit=0), timeout=ClientTimeout(total=ASK_S_MAX))
-
-
 async def _several(count: int, work: Callable[[int], Awaitable[int]]) -> int:
     """Run `work` `count` times concurrently, and return the sum of the results."""
     return sum(await asyncio.gather(*(work(number) for number in range(count))))
@@ -136,7 +133,7 @@ async def _held(target: Target) -> str:
                 sent += len(chunk)
             await asyncio.sleep(max(0.0, target.until_s - time.monotonic()))
 
-        async with _session() as session:
+        async with client_session(ASK_S_MAX) as session:
             while target.goes_on:
                 try:
                     url = f"{target.gateway}/v1/completions"
@@ -161,7 +158,7 @@ async def _bodies(target: Target) -> str:
         for share in (1, 2, 8)
     ]
     sent = 0
-    async with gw.channel(target.picker) as opened, _session() as session:
+    async with gw.channel(target.picker) as opened, client_session(ASK_S_MAX) as session:
         for path, body in itertools.cycle(bodies):
             if not target.goes_on:
                 break
@@ -211,7 +208,7 @@ async def _encoded(target: Target) -> str:
 
     async def client(_: int) -> int:
         sent = 0
-        async with gw.channel(target.picker) as opened, _session() as session:
+        async with gw.channel(target.picker) as opened, client_session(ASK_S_MAX) as session:
             for name, (encoding, content, expected) in itertools.cycle(hostile.items()):
                 if not target.goes_on:
                     break
@@ -266,7 +263,7 @@ async def _page(target: Target) -> str:
     """Let a pod serve an invalid metrics page."""
     url = f"http://127.0.0.1:{target.pods[0]}/page"
     share_s = (target.until_s - time.monotonic()) / 3
-    async with _session() as session:
+    async with client_session(ASK_S_MAX) as session:
         for kind in ("series", "adapters", "drip", "usual"):
             async with session.post(f"{url}/{kind}") as response:
                 await response.read()
@@ -305,7 +302,7 @@ async def _burst(target: Target) -> str:
     asked = 0
     while target.goes_on:
         if target.gateway:
-            async with _session() as session:
+            async with client_session(ASK_S_MAX) as session:
                 told = await asyncio.gather(*(_post(session, target) for _ in range(BURST)))
         else:
             opened = [gw.channel(target.picker) for _ in range(CONNECTIONS)]
@@ -363,7 +360,7 @@ async def _models(target: Target) -> str:
 
     async def ask(_: int) -> int:
         sent = 0
-        async with gw.channel(target.picker) as opened, _session() as session:
+        async with gw.channel(target.picker) as opened, client_session(ASK_S_MAX) as session:
             while target.goes_on:
                 body = PROMPT.replace(b'"m"', b'"%s-%d"' % (b"m" * 200, next(names)))
                 if target.gateway:
@@ -446,7 +443,7 @@ async def _refused_http(target: Target) -> int:
 
     async def post(_: int) -> int:
         nonlocal refused
-        async with _session() as session:
+        async with client_session(ASK_S_MAX) as session:
             while refused < REFUSED_BYTES and time.monotonic() < until_s:
                 try:
                     url = f"{target.gateway}/v1/completions"

@@ -8,9 +8,10 @@ from random import Random
 from typing import Final
 
 import msgspec
-from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
+from aiohttp import ClientError, ClientSession
 from msgspec import Struct
 
+from bench.place import client_session
 from epp.core.types import Seconds
 from sim.drive.streaming import PROBLEMS, Streamed, ask
 from sim.engine.profiles import DEFAULT_PROFILE, find_profile
@@ -94,12 +95,7 @@ class Load:
             self._ended.set()
 
     async def _run(self) -> None:
-        timeout = ClientTimeout(total=ASK_S_MAX)
-        connector = TCPConnector(limit=0)
-        async with (
-            ClientSession(connector=connector, timeout=timeout) as session,
-            asyncio.TaskGroup() as asking,
-        ):
+        async with client_session(ASK_S_MAX) as session, asyncio.TaskGroup() as asking:
             due_at = time.monotonic()
             for number, (body, streamed) in enumerate(self._bodies()):
                 due_at += self._random.expovariate(self._traffic.rate_per_s)

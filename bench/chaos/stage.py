@@ -18,9 +18,10 @@ from msgspec import Struct, field
 
 from bench.chaos.load import NUMBER_HEADER
 from bench.chaos.pods import Fault
+from bench.envoy import EnvoyPorts, running_envoy, write_bootstrap
 from bench.place import Pods, free_ports, write_endpoints
 from epp.shell.gateway.bootstrap import DESTINATION_HEADER
-from sim.demo.arm import Child, find_envoy
+from sim.demo.arm import Child
 
 PODS: Final = 5
 READY_S_MAX: Final = 120.0
@@ -105,14 +106,15 @@ async def staged(
     ports of the pods; they are in a file if it is None. `edit` changes the output of `epp
     envoy-config`.
     """
-    gateway, admin, readiness, *free = free_ports(3 + 4 * pickers + PODS)
+    drawn = free_ports(3 + 4 * pickers + PODS)
+    gateway, free = EnvoyPorts(*drawn[:3]), drawn[3:]
     ports, free = free[:PODS], free[PODS:]
     found = (pool or _in_file(folder / "endpoints.json"))(ports)
     peer_ports = [free.pop() for _ in range(pickers)]
     together = (peers or _addresses_of_all)(peer_ports)
     stage = Stage(
         folder=folder,
-        gateway=f"http://127.0.0.1:{gateway}",
+        gateway=gateway.url,
         pods=Pods(folder, ports, "bench.chaos.pods"),
     )
     async with contextlib.AsyncExitStack() as started:
@@ -134,23 +136,15 @@ async def staged(
             started.callback(picker.signal, signal.SIGKILL)
             stage.pickers.append(picker)
         bootstrap = folder / "envoy.yaml"
-        written = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "epp", "envoy-config", "--out", str(bootstrap), "--plaintext"),
-            *("--listen-host", "127.0.0.1", "--listen-port", str(gateway)),
-            *("--admin-port", str(admin), "--readiness-port", str(readiness)),
-            *("--picker-address", ",".join(picker.address for picker in stage.pickers)),
-            *gateway_flags,
-        )
-        assert await written.wait() == 0, "epp envoy-config failed"
+        addresses = [picker.address for picker in stage.pickers]
+        await write_bootstrap(bootstrap, gateway, addresses, gateway_flags)
         document = yaml.safe_load(bootstrap.read_text())
         _log_requests(document, folder / "access.log")
         if edit is not None:
             edit(document)
         bootstrap.write_text(yaml.safe_dump(document))
         await _until_ready(stage, with_gateway=False)
-        await started.enter_async_context(
-            Child.running("envoy", _envoy(bootstrap), folder / "envoy.log")
-        )
+        await started.enter_async_context(running_envoy(bootstrap, workers=2))
         await _until_ready(stage, with_gateway=True)
         yield stage
 
@@ -201,13 +195,6 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def _envoy(bootstrap: Path) -> list[str]:
-    return [
-        *(str(find_envoy()), "--config-path", str(bootstrap), "--concurrency", "2"),
-        *("--disable-hot-restart", "--log-level", "warning"),
-    ]
 
 
 def _log_requests(document: dict[str, Any], file: Path) -> None:

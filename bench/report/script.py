@@ -11,17 +11,15 @@ from itertools import count
 from random import Random
 from typing import Final
 
-from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue
-from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
-from envoy.service.ext_proc.v3.external_processor_pb2 import (
-    HttpBody,
-    HttpHeaders,
-    ProcessingRequest,
-    ProtocolConfiguration,
-)
 from msgspec import Struct
 
-from bench.decision import Chats, body_messages, headers_message
+from bench.decision import Chats
+from bench.gateway_messages import (
+    body_messages,
+    headers_message,
+    response_body_message,
+    response_headers_message,
+)
 from bench.raw_http2 import DATA, END_HEADERS, EXT_PROC, HEADERS, frame, grpc_message
 
 NONCE_DIGITS: Final = 16
@@ -30,6 +28,11 @@ FRAME_BYTES_MAX: Final = 16_384
 _MARK: Final = b"#" * NONCE_DIGITS
 _TEMPLATES_BYTES_MAX: Final = 16 * 2**20
 _TEMPLATES_MAX: Final = 256
+_RESPONSE_HEADERS: Final = {
+    ":status": "200",
+    "content-type": "text/event-stream",
+    "server": "uvicorn",
+}
 
 
 class Shape(Struct, frozen=True, kw_only=True):
@@ -67,14 +70,14 @@ class Script(Struct, frozen=True, kw_only=True):
 
 def script(shape: Shape) -> Script:
     """Return the script of streams of `shape`; it is the same in every process."""
-    header = headers_message() if not shape.response_chunks else _echoing_headers()
+    header = headers_message(response_bodies=shape.response_chunks > 0)
     each = max(1, min(_TEMPLATES_MAX, _TEMPLATES_BYTES_MAX // shape.body_bytes))
     chats = Chats(shape.body_bytes, max(5, min(shape.body_bytes // 1_600, 288)))
     random = Random("report:nonces")
     openings = tuple(_opening(header, _marked(chats.body(), shape, random)) for _ in range(each))
     later = []
     if shape.response_headers or shape.response_chunks:
-        later.append(_response_headers())
+        later.append(response_headers_message(_RESPONSE_HEADERS))
     later.extend(
         _response_chunk(number, last=number == shape.response_chunks - 1)
         for number in range(shape.response_chunks)
@@ -140,28 +143,6 @@ def payload(opening: Opening, nonce: bytes) -> bytes:
     return opening.payload[:at] + nonce + opening.payload[at + NONCE_DIGITS :]
 
 
-def _echoing_headers() -> bytes:
-    message = ProcessingRequest.FromString(headers_message())
-    message.protocol_config.CopyFrom(
-        ProtocolConfiguration(
-            request_body_mode=ProcessingMode.FULL_DUPLEX_STREAMED,
-            response_body_mode=ProcessingMode.FULL_DUPLEX_STREAMED,
-        )
-    )
-    return message.SerializeToString()
-
-
-def _response_headers() -> bytes:
-    headers = {":status": b"200", "content-type": b"text/event-stream", "server": b"uvicorn"}
-    return ProcessingRequest(
-        response_headers=HttpHeaders(
-            headers=HeaderMap(
-                headers=[HeaderValue(key=key, raw_value=value) for key, value in headers.items()]
-            )
-        )
-    ).SerializeToString()
-
-
 def _response_chunk(number: int, *, last: bool) -> bytes:
     event = (
         b'data: {"id":"chatcmpl-7c9e6679742540de944be07fc1f90ae7","object":"chat.completion.chunk",'
@@ -170,6 +151,4 @@ def _response_chunk(number: int, *, last: bool) -> bytes:
     )
     if last:
         event += b"data: [DONE]\n\n"
-    return ProcessingRequest(
-        response_body=HttpBody(body=event, end_of_stream=last)
-    ).SerializeToString()
+    return response_body_message(event, last=last)

@@ -107,12 +107,18 @@ def build(
 
 
 def stages_of(text: str) -> dict[str, list[Instruction]]:
-    """Name -> instructions, its `FROM` the first. What precedes every stage is in the first one."""
+    """Return the instructions of each stage by its name, its `FROM` first.
+
+    A stage that starts from another stage has the instructions of that one after its `FROM`.
+    Instructions before every stage belong to the first one.
+    """
     before: list[Instruction] = []
     found: dict[str, list[Instruction]] = {}
     for each in instructions(text):
         if each.name == "FROM":
-            found[_alias(each.text)] = [*before, each]
+            inherited = found.get(each.text.partition(" AS ")[0], [])
+            steps = [step for step in inherited if step.name not in {"FROM", "ARG"}]
+            found[_alias(each.text)] = [*before, each, *steps]
             before = []
         elif found:
             found[next(reversed(found))].append(each)

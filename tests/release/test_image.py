@@ -111,6 +111,17 @@ def test_instructions_are_read_as_a_container_engine_reads_them():
     ]
 
 
+def test_a_stage_has_the_instructions_of_the_stage_that_it_starts_from():
+    """After its own `FROM`, and before its own instructions."""
+    text = "ARG A\nFROM a AS one\nUSER 1\nFROM one AS two\nENV X=1\nFROM two AS three\nUSER 2\n"
+    assert stages_of(text)["three"] == [
+        Instruction("FROM", "two AS three"),
+        Instruction("USER", "1"),
+        Instruction("ENV", "X=1"),
+        Instruction("USER", "2"),
+    ]
+
+
 def test_what_is_not_known_is_no_step_that_works(rooms):
     (rooms / "Dockerfile").write_text("FROM a\nVOLUME /x\n")
     with pytest.raises(AssertionError, match="VOLUME is not known"):

@@ -65,6 +65,11 @@ def around(mean: float, share: float = 0.3) -> Spread:
     return Spread(type="uniform", mean=mean, min=mean * (1 - share), max=mean * (1 + share))
 
 
+def lognormal(mean: float, std_dev: float, lowest: float, highest: float) -> Spread:
+    """Return a lognormal distribution that is clipped at `lowest` and `highest`."""
+    return Spread(type="lognormal", mean=mean, std_dev=std_dev, min=lowest, max=highest)
+
+
 def _small_poisson(random: Random, mean: float) -> int:
     """Draw by Knuth's method: count random factors until their product is at most exp(-mean)."""
     limit, product, count = math.exp(-mean), random.random(), 0

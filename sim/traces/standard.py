@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from sim.traces.arrival import FieldError
-from sim.traces.lengths import Spread, around, fixed
+from sim.traces.lengths import Spread, around, fixed, lognormal
 from sim.traces.workloads import (
     Adapters,
     AgentTree,
@@ -55,10 +55,6 @@ def _varied(groups: int, prompts: int, system: int, question: float, output: flo
     )
 
 
-def _lognormal(mean: float, std_dev: float, lowest: float, highest: float) -> Spread:
-    return Spread(type="lognormal", mean=mean, std_dev=std_dev, min=lowest, max=highest)
-
-
 def _lanes(*steps: tuple[int, int]) -> ClosedLoad:
     """Return stages from steps of (concurrent requests, requests)."""
     stages = (Concurrency(lanes=lanes, requests=requests) for lanes, requests in steps)
@@ -83,11 +79,11 @@ _B2B: Final = _ladder(
 _CHAT: Final = Conversations(
     conversations=0,
     shared_tokens=1000,
-    own=_lognormal(4000, 2500, 500, 15_000),
-    turns=_lognormal(4, 2.5, 1, 15),
-    question=_lognormal(50, 40, 10, 1000),
+    own=lognormal(4000, 2500, 500, 15_000),
+    turns=lognormal(4, 2.5, 1, 15),
+    question=lognormal(50, 40, 10, 1000),
     output=Spread(mean=300, std_dev=150, min=10, max=1000),
-    think_s=_lognormal(45, 40, 5, 300),
+    think_s=lognormal(45, 40, 5, 300),
 )
 
 STANDARD: Final[Mapping[str, Workload]] = MappingProxyType(
@@ -154,11 +150,11 @@ STANDARD: Final[Mapping[str, Workload]] = MappingProxyType(
             content=Conversations(
                 conversations=40,
                 shared_tokens=3000,
-                own=_lognormal(160_000, 233_600, 10_000, 990_000),
-                turns=_lognormal(540, 48_600, 1, 3000),
-                question=_lognormal(1500, 1200, 100, 10_000),
-                output=_lognormal(425, 825, 50, 10_000),
-                think_s=_lognormal(15, 55, 1, 100),
+                own=lognormal(160_000, 233_600, 10_000, 990_000),
+                turns=lognormal(540, 48_600, 1, 3000),
+                question=lognormal(1500, 1200, 100, 10_000),
+                output=lognormal(425, 825, 50, 10_000),
+                think_s=lognormal(15, 55, 1, 100),
                 context_tokens_max=262_144,
             ),
             load=_lanes((5, 100), (10, 200), (20, 400), (30, 600), (40, 800)),
@@ -168,11 +164,11 @@ STANDARD: Final[Mapping[str, Workload]] = MappingProxyType(
             content=Conversations(
                 conversations=5,
                 shared_tokens=2000,
-                own=_lognormal(45_000, 20_000, 5000, 120_000),
+                own=lognormal(45_000, 20_000, 5000, 120_000),
                 turns=fixed(15),
-                question=_lognormal(3000, 2000, 200, 15_000),
-                output=_lognormal(300, 200, 50, 2000),
-                think_s=_lognormal(25, 20, 2, 120),
+                question=lognormal(3000, 2000, 200, 15_000),
+                output=lognormal(300, 200, 50, 2000),
+                think_s=lognormal(25, 20, 2, 120),
             ),
             load=_lanes((1, 30), (3, 90), (5, 150)),
             source=_CATALOG + "deep-research; spreads are ours",
@@ -183,8 +179,8 @@ STANDARD: Final[Mapping[str, Workload]] = MappingProxyType(
                 shared_tokens=500,
                 own=fixed(0),
                 turns=fixed(1),
-                question=_lognormal(15_000, 22_000, 1000, 80_000),
-                output=_lognormal(500, 300, 50, 2000),
+                question=lognormal(15_000, 22_000, 1000, 80_000),
+                output=lognormal(500, 300, 50, 2000),
             ),
             load=_lanes((6, 120), (15, 300), (30, 600)),
             source=_CATALOG + "batch-summarization-rag",
@@ -196,7 +192,7 @@ STANDARD: Final[Mapping[str, Workload]] = MappingProxyType(
                 own=fixed(0),
                 turns=fixed(1),
                 question=fixed(500),
-                output=_lognormal(4000, 1500, 500, 8000),
+                output=lognormal(4000, 1500, 500, 8000),
             ),
             load=_lanes((8, 80), (20, 200), (40, 400)),
             source=_CATALOG + "batch-synthetic-data-generation; spreads are ours",
@@ -208,7 +204,7 @@ STANDARD: Final[Mapping[str, Workload]] = MappingProxyType(
                 own=fixed(0),
                 turns=fixed(1),
                 question=fixed(1000),
-                output=_lognormal(8000, 6000, 500, 32_000),
+                output=lognormal(8000, 6000, 500, 32_000),
             ),
             load=_lanes((2, 20), (5, 50), (10, 100)),
             source=_CATALOG + "reasoning; spreads are ours",

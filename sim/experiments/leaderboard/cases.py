@@ -27,7 +27,7 @@ from sim.engine.profiles import DEFAULT_PROFILE, find_profile
 from sim.experiments.scenario_file import Scenario
 from sim.measurement.measures import Targets
 from sim.traces.arrival import Arrival
-from sim.traces.lengths import Spread, around
+from sim.traces.lengths import around, lognormal
 from sim.traces.standard import STANDARD
 from sim.traces.workloads import (
     Adapters,
@@ -253,36 +253,32 @@ def _lanes(content: Content, lanes: int) -> Workload:
     return Workload(content=content, load=ClosedLoad(stages=(stage,)))
 
 
-def _lognormal(mean: float, std_dev: float, lowest: float, highest: float) -> Spread:
-    return Spread(type="lognormal", mean=mean, std_dev=std_dev, min=lowest, max=highest)
-
-
 # Contents like those of published traces: means, tails and shared prefixes follow their statistics.
 _MOONCAKE_CONVERSATION: Final = Conversations(
     conversations=0,
     shared_tokens=512,
-    own=_lognormal(7000, 13_000, 200, 100_000),
-    turns=_lognormal(3, 3, 1, 20),
-    question=_lognormal(1500, 3000, 20, 40_000),
-    output=_lognormal(343, 230, 10, 2000),
-    think_s=_lognormal(60, 60, 5, 480),
+    own=lognormal(7000, 13_000, 200, 100_000),
+    turns=lognormal(3, 3, 1, 20),
+    question=lognormal(1500, 3000, 20, 40_000),
+    output=lognormal(343, 230, 10, 2000),
+    think_s=lognormal(60, 60, 5, 480),
     context_tokens_max=_CONTEXT_TOKENS_MAX,
 )
 _MOONCAKE_SYNTHETIC: Final = Conversations(
     conversations=0,
     shared_tokens=0,
-    own=_lognormal(10_000, 13_000, 500, 100_000),
-    turns=_lognormal(4, 4, 1, 20),
-    question=_lognormal(2000, 2500, 20, 20_000),
-    output=_lognormal(149, 170, 2, 893),
-    think_s=_lognormal(30, 30, 2, 240),
+    own=lognormal(10_000, 13_000, 500, 100_000),
+    turns=lognormal(4, 4, 1, 20),
+    question=lognormal(2000, 2500, 20, 20_000),
+    output=lognormal(149, 170, 2, 893),
+    think_s=lognormal(30, 30, 2, 240),
     context_tokens_max=_CONTEXT_TOKENS_MAX,
 )
 _AZURE_CONVERSATION: Final = Lengths(
-    prompt=_lognormal(1155, 1100, 16, 14_050), output=_lognormal(211, 160, 1, 1000)
+    prompt=lognormal(1155, 1100, 16, 14_050), output=lognormal(211, 160, 1, 1000)
 )
 _AZURE_CODE: Final = Lengths(
-    prompt=_lognormal(2048, 1900, 16, 7437), output=_lognormal(28, 60, 1, 1899)
+    prompt=lognormal(2048, 1900, 16, 7437), output=lognormal(28, 60, 1, 1899)
 )
 
 
@@ -320,18 +316,18 @@ _UNUSUAL: Final = _unusual_at(20.0)
 """The same for hold-outs."""
 _MOONCAKE_LONGER: Final = replace(
     _MOONCAKE_CONVERSATION,
-    own=_lognormal(10_000, 12_000, 500, 90_000),
-    turns=_lognormal(5, 4, 1, 20),
-    question=_lognormal(800, 1200, 20, 20_000),
+    own=lognormal(10_000, 12_000, 500, 90_000),
+    turns=lognormal(5, 4, 1, 20),
+    question=lognormal(800, 1200, 20, 20_000),
 )
 _TALKS: Final = Conversations(
     conversations=0,
     shared_tokens=1200,
-    own=_lognormal(900, 1200, 50, 8000),
-    turns=_lognormal(8, 5, 1, 25),
-    question=_lognormal(60, 60, 5, 800),
-    output=_lognormal(220, 200, 10, 1500),
-    think_s=_lognormal(12, 15, 1, 90),
+    own=lognormal(900, 1200, 50, 8000),
+    turns=lognormal(8, 5, 1, 25),
+    question=lognormal(60, 60, 5, 800),
+    output=lognormal(220, 200, 10, 1500),
+    think_s=lognormal(12, 15, 1, 90),
 )
 """Conversations of two further hold-outs."""
 _MOONCAKE_HELD: Final = _open(_MOONCAKE_LONGER, 1.4)
@@ -490,7 +486,7 @@ _HOLD_OUTS: Final = tuple(
             says="as azure-conversation: longer prompts, in bursts, six pods",
             workload=_open(
                 Lengths(
-                    prompt=_lognormal(1800, 1500, 32, 14_000), output=_lognormal(150, 150, 1, 900)
+                    prompt=lognormal(1800, 1500, 32, 14_000), output=lognormal(150, 150, 1, 900)
                 ),
                 36.0,
                 burstiness=2.0,
@@ -520,11 +516,11 @@ _HOLD_OUTS: Final = tuple(
                 Conversations(
                     conversations=0,
                     shared_tokens=2500,
-                    own=_lognormal(2000, 1500, 200, 9000),
-                    turns=_lognormal(7, 4, 1, 20),
-                    question=_lognormal(120, 100, 10, 1500),
-                    output=_lognormal(450, 250, 20, 1500),
-                    think_s=_lognormal(20, 20, 2, 120),
+                    own=lognormal(2000, 1500, 200, 9000),
+                    turns=lognormal(7, 4, 1, 20),
+                    question=lognormal(120, 100, 10, 1500),
+                    output=lognormal(450, 250, 20, 1500),
+                    think_s=lognormal(20, 20, 2, 120),
                 ),
                 2.9,
             ),
@@ -701,10 +697,10 @@ FURTHER_CASES: Final[Mapping[str, Case]] = MappingProxyType(
                         root_tokens=3500,
                         toolsets=20,
                         toolset_tokens=2500,
-                        branch=_lognormal(900, 900, 50, 6000),
-                        turns=_lognormal(9, 6, 1, 30),
-                        tool_result=_lognormal(700, 900, 30, 9000),
-                        output=_lognormal(160, 140, 10, 1500),
+                        branch=lognormal(900, 900, 50, 6000),
+                        turns=lognormal(9, 6, 1, 30),
+                        tool_result=lognormal(700, 900, 30, 9000),
+                        output=lognormal(160, 140, 10, 1500),
                     ),
                     4.5,
                 ),
@@ -716,8 +712,8 @@ FURTHER_CASES: Final[Mapping[str, Case]] = MappingProxyType(
                 says="nothing shared, lengths over three decades, in bursts",
                 workload=_open(
                     Lengths(
-                        prompt=_lognormal(2500, 6000, 16, 60_000),
-                        output=_lognormal(180, 400, 1, 4000),
+                        prompt=lognormal(2500, 6000, 16, 60_000),
+                        output=lognormal(180, 400, 1, 4000),
                     ),
                     14.0,
                     burstiness=3.0,

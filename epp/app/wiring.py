@@ -6,8 +6,9 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import structlog
 from msgspec import structs
@@ -49,7 +50,7 @@ from epp.shell.gateway.wire import Decoder
 from epp.shell.kubernetes.api_errors import KubeConfigError
 from epp.shell.operators.decisions.configuration_changes import ConfigurationChanges
 from epp.shell.operators.decisions.endpoint_states import EndpointStates
-from epp.shell.operators.decisions.recent_decisions import recent_decisions
+from epp.shell.operators.decisions.recent_decisions import RecentDecisions, recent_decisions
 from epp.shell.operators.journal import (
     DecisionsFolder,
     InputsFolder,
@@ -100,10 +101,12 @@ class EndpointPicker:
     """One picker process. `serve` runs it, and `scheduler` makes its decisions."""
 
     def __init__(self, flags: ServeFlags) -> None:
-        """Read the configuration and the endpoints and build all components. Raises `StartError`."""
+        """Read the configuration and the endpoints and build all components. Raises `StartError`.
+
+        A lambda refers to a component that is created after the component that calls it.
+        """
         self.flags = flags
-        seed = secrets.randbits(32) if flags.seed is None else flags.seed
-        # Lambdas refer to components that are created after the component that calls them.
+        self._seed = secrets.randbits(32) if flags.seed is None else flags.seed
         self._supervisor = Supervisor(
             lambda task, ends: self.telemetry.task_ended(task, ends),
             lambda: self.readiness.update(),
@@ -111,111 +114,50 @@ class EndpointPicker:
         limit_bytes = flags.memory_limit or memory_limit_bytes()
         self._memory = memory_plan(limit_bytes, flags.held_body_bytes_max(limit_bytes))
         self.pressure = MemoryPressure(limit_bytes)
-        self._cluster = None if flags.endpoints_file else self._open_cluster(seed)
-        self._sources = Sources(
-            flags,
-            on_config=lambda content: self.reloading.file_changed(content),
-            on_endpoints=lambda content: self.reloading.endpoints_changed(content),
-            on_keys=lambda keys: self.reloading.keys_changed(keys),
-            on_not_kept=lambda name: self.telemetry.last_good_not_kept(name),
-        )
+
+        # What is decided: the configuration, the endpoints, the scheduler and its peers.
+        self._cluster = None if flags.endpoints_file else self._open_cluster()
+        self._sources = self._open_sources()
         self.live = self._sources.configuration(self._memory, self._config_started)
         found = self._sources.endpoints()
         settings = settings_of(self.live.current(len(found.endpoints)))
         self._journal = Journal(flags.instance)
-        self.capture = _inputs(self._journal, flags, seed)
-        self.scheduler = self._open_scheduler(settings, seed, len(found.endpoints))
+        self.capture = _inputs(self._journal, flags, self._seed)
+        self.scheduler = self._open_scheduler(settings, len(found.endpoints))
         self.exchange, identity = self._open_exchange()
+
+        # What operators see, first part: metrics, decisions and the sharing of decisions.
         self.registry = CollectorRegistry()
-        self.telemetry = Telemetry(
-            self.registry,
-            self._snapshot,
-            could_not=self._could_not,
-        )
+        self.telemetry = Telemetry(self.registry, self._snapshot, could_not=self._could_not)
         self._process = OwnProcess(LoopLag(self.telemetry.loop_lagged))
         self._first_tokens = FirstTokensSeen()
         self._history = _history(self._journal, flags)
-        self._recent = recent_decisions(
-            self.scheduler.pool,
-            flags.decision_records_max_bytes,
-            flags.decision_records_keep,
-            self._could_not,
-            self._history,
-        )
-        self.scheduler.keeps_costs = bool(
-            flags.decision_records_keep or flags.decisions_dir or flags.explain_headers
-        )
-        self.peers = Peers(
-            flags,
-            self.exchange,
-            identity=identity,
-            on_ready=lambda: self.readiness.update(),
-            on_snapshot=self.telemetry.peer_snapshot,
-            seed=seed,
-        )
+        self._recent = self._open_recent()
+        self.peers = self._open_peers(identity)
         self._states = EndpointStates(
             self.scheduler,
             lambda endpoint: self._scraper.problem_of(endpoint),
             self._recent.know_states,
         )
-        self._debug = DebugPages(
-            self.scheduler,
-            self._recent,
-            lambda: (self.live.config, self.live.generation),
-            self._states,
-            peers=self.peers.rows,
-            first_tokens=self._first_tokens.lately,
-            kv_events=lambda endpoint: self._listener.row_of(endpoint),
-            pages=lambda endpoint: self._pages.row_of(endpoint),
-            tokens=lambda: self.tokens.described(),
-        )
+        self._debug = self._open_debug_pages()
         self._changes = ConfigurationChanges(tell=self._changed)
-        self._live_pages = LivePages(
-            LiveView(
-                self.scheduler,
-                self._recent,
-                self._changes,
-                self._states,
-                flags.pool_name,
-                process=self._process.lately,
-                first_tokens=self._first_tokens.lately,
-                capture=self._captured,
-                kv_events=lambda endpoint: self._listener.row_of(endpoint),
-            )
-        )
-        self._debug_token = (
-            BearerToken(Path(flags.debug_token_file)) if flags.debug_token_file else None
-        )
-        self._scraper = Scraper(
-            self._observe,
-            self._scrape_failed,
-            scraped=lambda elapsed_s: self.telemetry.scraped(elapsed_s=elapsed_s),
-            reader=page_reader(self.live.config.metrics.extractor),
-            seed=seed,
-            interval_s=flags.refresh_interval_s,
-            idle_oldest_s=self._oldest_metrics_s if flags.adaptive_scraping else None,
-            busy=self._has_work,
-            # Two attempts fit into the time until metrics are stale.
-            backoff_s_max=min(BACKOFF_S_MAX, flags.metrics_staleness_threshold / 2),
-            supervisor=self._supervisor,
-            trust=or_start_error(lambda: trust_of(self.live.config.metrics.source)),
-            interval_s_min=self.live.config.metrics.source.interval_s,
-        )
-        self._pages = EndpointPages(seed=seed, supervisor=self._supervisor)
+        self._live_pages = LivePages(self._open_live_view())
+        self._debug_token = _debug_token(flags)
+
+        # What engines tell: pages, KV-cache events and tokens.
+        self._scraper = self._open_scraper()
+        self._pages = EndpointPages(seed=self._seed, supervisor=self._supervisor)
         self._pages.configure(or_start_error(lambda: prepare(self.live.config.metrics)))
-        self._listener = KVEventListener(self.scheduler, seed=seed, supervisor=self._supervisor)
-        self._tracer = _open_tracer(flags) if flags.tracing else None
-        self.observation = self._observation(
-            self.telemetry,
-            DecisionLog(structlog.get_logger("decisions"), level=flags.log_level),
-            self._recent if flags.decision_records_keep or self._history else None,
-            answered=self._scraper.answered,
-            picked=self._scraper.picked,
-            served=self._served,
+        self._listener = KVEventListener(
+            self.scheduler, seed=self._seed, supervisor=self._supervisor
         )
+        self._tracer = _open_tracer(flags) if flags.tracing else None
+        self.observation = self._open_observation()
         self.tokens = Tokens(self.observation, self.scheduler.held)
         asked = self.live.config.tokens_asked
         self.tokens.accept(or_start_error(lambda: self.tokens.prepare(asked)))
+
+        # What the gateway sends: streams, and the memory that their bodies take.
         self.bodies = BodyBudget(self._memory.bodies_bytes)
         self.memory_return = MemoryReturn(
             lambda: self.bodies.held_bytes,
@@ -223,71 +165,21 @@ class EndpointPicker:
             pressure=self.pressure,
             pressed=self._pressed,
         )
-        self.sessions = Sessions(
-            self.scheduler,
-            SessionSettings(
-                request_body_bytes_max=flags.request_body_max_bytes,
-                trust_model_rewrite=flags.trust_model_rewrite_header,
-                parsers=self.live.parsers,
-                parse_response_usage=flags.parse_response_usage,
-                decline_response_bodies=flags.decline_response_bodies,
-                request_load_metrics=flags.request_load_metrics,
-                explain_headers=flags.explain_headers,
-                subset_filter=not flags.disable_endpoint_subset_filter,
-            ),
-            self.observation,
-            self.bodies,
-            seed=seed,
-            resolver=self.tokens.resolver,
-        )
+        self.sessions = self._open_sessions()
         self.decoder = Decoder()
-        self.ext_proc = ExtProc(
-            self.sessions.open,
-            self.observation,
-            streams_max=flags.concurrent_streams_max,
-            request_timeout_s=flags.request_timeout,
-            decoder=self.decoder,
-        )
+        self.ext_proc = self._open_ext_proc()
         self.health = Health()
-        self._gateway = GatewayService(
-            flags,
-            self.ext_proc,
-            self.health,
-            self.observation,
-            self.bodies,
-            lag=self._process.lag,
-            seed=seed,
-        )
+        self._gateway = self._open_gateway()
+
+        # What depends on all others: the log of endpoints, readiness and reloading.
         self._standings = StandingsLog(
             self.scheduler,
             self._scraper.problem_of,
             staleness_s=flags.metrics_staleness_threshold,
         )
-        self.readiness = Readiness(
-            cluster=self._cluster,
-            peers=self.peers,
-            pool=self.scheduler.pool,
-            scraper=self._scraper,
-            supervisor=self._supervisor,
-            health=self.health,
-            gateway=self._gateway,
-        )
-        concerned = Concerned(
-            scheduler=self.scheduler,
-            sessions=self.sessions,
-            scraper=self._scraper,
-            pages=self._pages,
-            listener=self._listener,
-            tokens=self.tokens,
-            first_tokens=self._first_tokens,
-            peers=self.peers,
-            telemetry=self.telemetry,
-            recent=self._recent,
-            changes=self._changes,
-            capture=self.capture,
-        )
-        self.reloading = Reloading(flags, self.live, self._sources, concerned, self._cluster)
-        self.reloading.start(found, settings, seed)
+        self.readiness = self._open_readiness()
+        self.reloading = self._open_reloading()
+        self.reloading.start(found, settings, self._seed)
 
     async def serve(self, stop: asyncio.Event, hurry: asyncio.Event | None = None) -> None:
         """Serve until `stop` is set, then drain; `hurry` shortens the drain.
@@ -422,19 +314,17 @@ class EndpointPicker:
         """Forward a failure to the observation, which is created after its callers."""
         self.observation.could_not(event, error)
 
-    def _observation(self, *told: Any, **more: Any) -> Observation:
-        """Return the observer; with tracing it also creates spans."""
-        if self._tracer is None:
-            return Observation(*told, **more)
-        from epp.shell.operators.traces.tracing import TracedObservation  # noqa: PLC0415
+    def _expect_peers(self) -> None:
+        """Tell the exchange how many replicas decide; with leader election only one does."""
+        if self.flags.shares and not self.flags.ha_enable_leader_election:
+            self.exchange.expect(
+                1 + max(self.flags.replicas_besides, self.peers.known), time.monotonic()
+            )
 
-        return TracedObservation(self._tracer, *told, **more)
+    # One method for each component that takes more than a line to build, in the order of
+    # `__init__`.
 
-    def _config_started(self, content: bytes) -> None:
-        if self._cluster is not None:
-            self._cluster.config.started(content)
-
-    def _open_cluster(self, seed: int) -> "Cluster":
+    def _open_cluster(self) -> "Cluster":
         # The import takes 0.4 s and 18 MB, so it is done only in Kubernetes.
         from epp.shell.kubernetes.cluster import Cluster  # noqa: PLC0415
 
@@ -444,12 +334,28 @@ class EndpointPicker:
             on_ready=lambda: self.readiness.update(),
             on_config=lambda content, told_by: self.reloading.config_changed(content, told_by),
             on_peers=lambda addresses: self.peers.discovered(addresses),
-            seed=seed,
+            seed=self._seed,
             supervisor=self._supervisor,
         )
 
-    def _open_scheduler(self, settings: SchedulerSettings, seed: int, endpoints: int) -> Scheduler:
-        scheduler = Scheduler(settings, seed=seed)
+    def _open_sources(self) -> Sources:
+        return Sources(
+            self.flags,
+            on_config=lambda content: self.reloading.file_changed(content),
+            on_endpoints=lambda content: self.reloading.endpoints_changed(content),
+            on_keys=lambda keys: self.reloading.keys_changed(keys),
+            on_not_kept=lambda name: self.telemetry.last_good_not_kept(name),
+        )
+
+    def _config_started(self, content: bytes) -> None:
+        if self._cluster is not None:
+            self._cluster.config.started(content)
+
+    def _open_scheduler(self, settings: SchedulerSettings, endpoints: int) -> Scheduler:
+        flags, scheduler = self.flags, Scheduler(settings, seed=self._seed)
+        scheduler.keeps_costs = bool(
+            flags.decision_records_keep or flags.decisions_dir or flags.explain_headers
+        )
         if self.capture is not None:
             self.capture.tell(self.live.told(endpoints))
             scheduler.witness = self.capture.witness(scheduler)
@@ -471,12 +377,153 @@ class EndpointPicker:
         )
         return exchange, identity
 
-    def _expect_peers(self) -> None:
-        """Tell the exchange how many replicas decide; with leader election only one does."""
-        if self.flags.shares and not self.flags.ha_enable_leader_election:
-            self.exchange.expect(
-                1 + max(self.flags.replicas_besides, self.peers.known), time.monotonic()
-            )
+    def _open_recent(self) -> RecentDecisions:
+        return recent_decisions(
+            self.scheduler.pool,
+            self.flags.decision_records_max_bytes,
+            self.flags.decision_records_keep,
+            self._could_not,
+            self._history,
+        )
+
+    def _open_peers(self, identity: Identity) -> Peers:
+        return Peers(
+            self.flags,
+            self.exchange,
+            identity=identity,
+            on_ready=lambda: self.readiness.update(),
+            on_snapshot=self.telemetry.peer_snapshot,
+            seed=self._seed,
+        )
+
+    def _open_debug_pages(self) -> DebugPages:
+        return DebugPages(
+            self.scheduler,
+            self._recent,
+            lambda: (self.live.config, self.live.generation),
+            self._states,
+            peers=self.peers.rows,
+            first_tokens=self._first_tokens.lately,
+            kv_events=lambda endpoint: self._listener.row_of(endpoint),
+            pages=lambda endpoint: self._pages.row_of(endpoint),
+            tokens=lambda: self.tokens.described(),
+        )
+
+    def _open_live_view(self) -> LiveView:
+        return LiveView(
+            self.scheduler,
+            self._recent,
+            self._changes,
+            self._states,
+            self.flags.pool_name,
+            process=self._process.lately,
+            first_tokens=self._first_tokens.lately,
+            capture=self._captured,
+            kv_events=lambda endpoint: self._listener.row_of(endpoint),
+        )
+
+    def _open_scraper(self) -> Scraper:
+        flags, metrics = self.flags, self.live.config.metrics
+        return Scraper(
+            self._observe,
+            self._scrape_failed,
+            scraped=lambda elapsed_s: self.telemetry.scraped(elapsed_s=elapsed_s),
+            reader=page_reader(metrics.extractor),
+            seed=self._seed,
+            interval_s=flags.refresh_interval_s,
+            idle_oldest_s=self._oldest_metrics_s if flags.adaptive_scraping else None,
+            busy=self._has_work,
+            # Two attempts fit into the time until metrics are stale.
+            backoff_s_max=min(BACKOFF_S_MAX, flags.metrics_staleness_threshold / 2),
+            supervisor=self._supervisor,
+            trust=or_start_error(lambda: trust_of(metrics.source)),
+            interval_s_min=metrics.source.interval_s,
+        )
+
+    def _open_observation(self) -> Observation:
+        """Return the observer; with tracing it also creates spans."""
+        flags = self.flags
+        make: Callable[..., Observation] = Observation
+        if self._tracer is not None:
+            from epp.shell.operators.traces.tracing import TracedObservation  # noqa: PLC0415
+
+            make = partial(TracedObservation, self._tracer)
+        return make(
+            self.telemetry,
+            DecisionLog(structlog.get_logger("decisions"), level=flags.log_level),
+            self._recent if flags.decision_records_keep or self._history else None,
+            answered=self._scraper.answered,
+            picked=self._scraper.picked,
+            served=self._served,
+        )
+
+    def _open_sessions(self) -> Sessions:
+        flags = self.flags
+        return Sessions(
+            self.scheduler,
+            SessionSettings(
+                request_body_bytes_max=flags.request_body_max_bytes,
+                trust_model_rewrite=flags.trust_model_rewrite_header,
+                parsers=self.live.parsers,
+                parse_response_usage=flags.parse_response_usage,
+                decline_response_bodies=flags.decline_response_bodies,
+                request_load_metrics=flags.request_load_metrics,
+                explain_headers=flags.explain_headers,
+                subset_filter=not flags.disable_endpoint_subset_filter,
+            ),
+            self.observation,
+            self.bodies,
+            seed=self._seed,
+            resolver=self.tokens.resolver,
+        )
+
+    def _open_ext_proc(self) -> ExtProc:
+        return ExtProc(
+            self.sessions.open,
+            self.observation,
+            streams_max=self.flags.concurrent_streams_max,
+            request_timeout_s=self.flags.request_timeout,
+            decoder=self.decoder,
+        )
+
+    def _open_gateway(self) -> GatewayService:
+        return GatewayService(
+            self.flags,
+            self.ext_proc,
+            self.health,
+            self.observation,
+            self.bodies,
+            lag=self._process.lag,
+            seed=self._seed,
+        )
+
+    def _open_readiness(self) -> Readiness:
+        return Readiness(
+            cluster=self._cluster,
+            peers=self.peers,
+            pool=self.scheduler.pool,
+            scraper=self._scraper,
+            supervisor=self._supervisor,
+            health=self.health,
+            gateway=self._gateway,
+        )
+
+    def _open_reloading(self) -> Reloading:
+        concerned = Concerned(
+            scheduler=self.scheduler,
+            sessions=self.sessions,
+            scraper=self._scraper,
+            pages=self._pages,
+            listener=self._listener,
+            tokens=self.tokens,
+            first_tokens=self._first_tokens,
+            peers=self.peers,
+            telemetry=self.telemetry,
+            recent=self._recent,
+            changes=self._changes,
+            capture=self.capture,
+        )
+        return Reloading(self.flags, self.live, self._sources, concerned, self._cluster)
 
     # Callbacks of other components.
 
@@ -591,6 +638,10 @@ async def _connect(cluster: "Cluster") -> None:
         await cluster.connect()
     except KubeConfigError as error:
         raise StartError(str(error)) from error
+
+
+def _debug_token(flags: ServeFlags) -> BearerToken | None:
+    return BearerToken(Path(flags.debug_token_file)) if flags.debug_token_file else None
 
 
 def _inputs(journal: Journal, flags: ServeFlags, seed: int) -> InputsFolder | None:

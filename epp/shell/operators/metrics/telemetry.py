@@ -320,7 +320,7 @@ class Telemetry:
     It reads no clock: durations are arguments.
     """
 
-    def __init__(  # noqa: PLR0915  a line a metric
+    def __init__(
         self,
         registry: CollectorRegistry,
         pool: Callable[[], PoolSnapshot] | None = None,
@@ -332,8 +332,21 @@ class Telemetry:
         only the number of such events is counted.
         """
         self._could_not = could_not or (lambda event, _: self.telemetry_failed(event))
+        # Registered first, so that a page counts the waiting decisions before it reads them.
         registry.register(_First(self.fold))
         made = _Counted(registry)
+        self._open_requests(made)
+        self._open_decisions(made)
+        self._open_responses(made)
+        self._open_endpoints(made)
+        self._open_configuration(made)
+        self._open_streams(made)
+        self._open_process(made)
+        if pool is not None:
+            registry.register(PoolCollector(pool))
+
+    def _open_requests(self, made: "_Counted") -> None:
+        """Open the metrics by model; those of clients' models share limits of their size."""
         numbers, distributions = made.numbers, made.distributions
         self._requests = _group(
             _Requests,
@@ -362,10 +375,18 @@ class Telemetry:
         self._errors = _group(
             _only, (numbers["homing_request_error_total"],), PageBudget(ERRORS_BYTES_MAX)
         )
-        self._processing_s = distributions["homing_request_processing_duration_seconds"].labels()
-        self._headers_s = distributions["homing_response_headers_seconds"].labels()
-        self._decision_s = distributions["homing_scheduler_e2e_duration_seconds"].labels()
-        self._attempts_metric = numbers["homing_scheduler_attempts_total"]
+        self._unparsed = made.numbers_by("homing_requests_unparsed_total")
+        self._unknown_objective = made.number("homing_unknown_objective_total")
+        self._exemplars = 0
+
+    def _open_decisions(self, made: "_Counted") -> None:
+        """Open the metrics of decisions, and the store of those that wait to be counted."""
+        self._scorers: tuple[str, ...] = ()
+        """Names of the scorers of the waiting decisions."""
+        self._waiting: Waiting[_Decided] = Waiting(_DECIDED_NUMBERS)
+        self._processing_s = made.distribution("homing_request_processing_duration_seconds")
+        self._decision_s = made.distribution("homing_scheduler_e2e_duration_seconds")
+        self._attempts_metric = made.numbers["homing_scheduler_attempts_total"]
         self._attempts_budget = PageBudget(ATTEMPTS_BYTES_MAX)
         self._attempts = Children(
             _labelled(self._attempts_metric),
@@ -374,62 +395,64 @@ class Telemetry:
             page_bytes=self._attempts_metric.page_bytes,
             others=_other_model,
         )
-        self._refusals = Children(_labelled(numbers["homing_refusals_total"]))
-        self._eliminated = Children(_labelled(numbers["homing_filter_eliminated_total"]))
-        self._contribution = Children(_labelled(distributions["homing_scorer_contribution"]))
-        self._exemplars = 0
-        self._scorers: tuple[str, ...] = ()
-        """Names of the scorers of the waiting decisions."""
-        self._waiting: Waiting[_Decided] = Waiting(_DECIDED_NUMBERS)
-        self._without_prefix = Children(_labelled(numbers["homing_scheduled_without_prefix_total"]))
-        self._unparsed = Children(_labelled(numbers["homing_requests_unparsed_total"]))
-        self._unknown_mode = Children(_labelled(numbers["homing_unknown_body_mode_total"]), 32)
-        self._declined = numbers["homing_response_bodies_declined_total"].labels()
-        self._usage_unseen = numbers["homing_response_usage_unseen_total"].labels()
-        self._gateways_blind = numbers["homing_gateways_without_responses_total"].labels()
-        self._violations = Children(_labelled(numbers["homing_protocol_violations_total"]))
-        self._hit_ratio = distributions["homing_prefix_indexer_hit_ratio"].labels()
-        self._hit_bytes = distributions["homing_prefix_indexer_hit_bytes"].labels()
-        self._hit_tokens = numbers["homing_predicted_hit_tokens_total"].labels()
-        self._compared_tokens = Children(_labelled(numbers["homing_prefix_hit_tokens_total"]))
+        self._refusals = made.numbers_by("homing_refusals_total")
+        self._eliminated = made.numbers_by("homing_filter_eliminated_total")
+        self._contribution = made.distributions_by("homing_scorer_contribution")
+        self._without_prefix = made.numbers_by("homing_scheduled_without_prefix_total")
+        self._hit_ratio = made.distribution("homing_prefix_indexer_hit_ratio")
+        self._hit_bytes = made.distribution("homing_prefix_indexer_hit_bytes")
+        self._hit_tokens = made.number("homing_predicted_hit_tokens_total")
+
+    def _open_responses(self, made: "_Counted") -> None:
+        """Open the metrics of responses, apart from those by model."""
+        self._headers_s = made.distribution("homing_response_headers_seconds")
+        self._declined = made.number("homing_response_bodies_declined_total")
+        self._usage_unseen = made.number("homing_response_usage_unseen_total")
+        self._gateways_blind = made.number("homing_gateways_without_responses_total")
+        self._compared_tokens = made.numbers_by("homing_prefix_hit_tokens_total")
+        self._first_token_error = made.distributions_by("homing_first_token_error_seconds", 2)
+        self._first_token_expected_s = made.number("homing_first_token_expected_seconds_total")
+        self._first_token_observed_s = made.number("homing_first_token_observed_seconds_total")
+
+    def _open_endpoints(self, made: "_Counted") -> None:
+        """Open the metrics of endpoints, and of what they and peers tell."""
         # Series of each endpoint's requests, which the observer reports.
-        self.by_endpoint = EndpointSeries(made.sums, numbers, _bounded_endpoint_labels)
-        self._set_aside_metric = numbers["homing_set_aside_total"]
-        self._set_aside = Children(_labelled(numbers["homing_set_aside_total"]))
-        self._scrape_s = distributions["homing_scrape_duration_seconds"].labels()
-        self._scrape_errors = Children(_labelled(numbers["homing_scrape_errors_total"]), 64)
-        self._reload_ok = numbers["homing_config_last_reload_successful"].labels()
-        self._last_good = Children(_labelled(numbers["homing_last_good_in_force"]))
-        self._not_kept = Children(_labelled(numbers["homing_last_good_write_errors_total"]))
-        self._reloads = Children(_labelled(numbers["homing_config_reloads_total"]))
-        self._config_info = numbers["homing_config_info"]
-        self._weights = numbers["homing_scorer_weight"]
-        self._peer_snapshot_s = Children(_labelled(distributions["homing_peer_snapshot_seconds"]))
-        self._tokenize_s = Children(
-            _labelled(distributions["homing_tokenize_duration_seconds"]), len(Backend)
-        )
-        self._loop_lag_s = distributions["homing_loop_lag_seconds"].labels()
-        self._first_token_error = Children(
-            _labelled(distributions["homing_first_token_error_seconds"]), 2
-        )
-        self._first_token_expected_s = numbers["homing_first_token_expected_seconds_total"].labels()
-        self._first_token_observed_s = numbers["homing_first_token_observed_seconds_total"].labels()
-        self._streams = numbers["homing_extproc_streams_inflight"].labels()
-        self._streams_ended = Children(_labelled(numbers["homing_extproc_streams_total"]), 32)
-        self._stream_s = distributions["homing_extproc_stream_duration_seconds"].labels()
-        self._unknown_objective = numbers["homing_unknown_objective_total"].labels()
-        self._drain_cut = numbers["homing_drain_cut_streams_total"].labels()
-        self._failures = Children(_labelled(numbers["homing_telemetry_failures_total"]), 32)
-        self._task_ends = Children(_labelled(numbers["homing_task_ends_total"]), 64)
-        self._connections_cut = Children(
-            _labelled(numbers["homing_extproc_connections_cut_total"]), len(Cut)
-        )
+        self.by_endpoint = EndpointSeries(made.sums, made.numbers, _bounded_endpoint_labels)
+        self._set_aside_metric = made.numbers["homing_set_aside_total"]
+        self._set_aside = made.numbers_by("homing_set_aside_total")
+        self._scrape_s = made.distribution("homing_scrape_duration_seconds")
+        self._scrape_errors = made.numbers_by("homing_scrape_errors_total", 64)
+        self._peer_snapshot_s = made.distributions_by("homing_peer_snapshot_seconds")
+        self._tokenize_s = made.distributions_by("homing_tokenize_duration_seconds", len(Backend))
+
+    def _open_configuration(self, made: "_Counted") -> None:
+        """Open the metrics of the configuration and its copies."""
+        self._reload_ok = made.number("homing_config_last_reload_successful")
+        self._reloads = made.numbers_by("homing_config_reloads_total")
+        self._config_info = made.numbers["homing_config_info"]
+        self._weights = made.numbers["homing_scorer_weight"]
+        self._last_good = made.numbers_by("homing_last_good_in_force")
+        self._not_kept = made.numbers_by("homing_last_good_write_errors_total")
+
+    def _open_streams(self, made: "_Counted") -> None:
+        """Open the metrics of ext_proc streams and of the connections that carry them."""
+        self._streams = made.number("homing_extproc_streams_inflight")
+        self._streams_ended = made.numbers_by("homing_extproc_streams_total", 32)
+        self._stream_s = made.distribution("homing_extproc_stream_duration_seconds")
+        self._unknown_mode = made.numbers_by("homing_unknown_body_mode_total", 32)
+        self._violations = made.numbers_by("homing_protocol_violations_total")
+        self._drain_cut = made.number("homing_drain_cut_streams_total")
+        self._connections_cut = made.numbers_by("homing_extproc_connections_cut_total", len(Cut))
         for reason in Cut:
             # The series exist from the start, so that an alert notices the first event.
             self._connections_cut(reason.value)
-        numbers["homing_info"].labels(__version__).set(1)
-        if pool is not None:
-            registry.register(PoolCollector(pool))
+
+    def _open_process(self, made: "_Counted") -> None:
+        """Open the metrics of the process and its tasks."""
+        self._loop_lag_s = made.distribution("homing_loop_lag_seconds")
+        self._failures = made.numbers_by("homing_telemetry_failures_total", 32)
+        self._task_ends = made.numbers_by("homing_task_ends_total", 64)
+        made.numbers["homing_info"].labels(__version__).set(1)
 
     def decided(
         self,
@@ -808,6 +831,22 @@ class _Counted:
                 registry.register(self.sums.setdefault(row.name, Family(row, Sum)))
                 continue
             registry.register(self.numbers.setdefault(row.name, Family(row, Number)))
+
+    def number(self, name: str) -> Number:
+        """Return the only child of a metric without labels, which is a counter or a gauge."""
+        return self.numbers[name].labels()
+
+    def numbers_by(self, name: str, most: int = CHILDREN_MAX) -> Children[Number]:
+        """Return the children of a counter or gauge by its labels, at most `most`."""
+        return Children(_labelled(self.numbers[name]), most)
+
+    def distribution(self, name: str) -> Distribution:
+        """Return the only child of a histogram without labels."""
+        return self.distributions[name].labels()
+
+    def distributions_by(self, name: str, most: int = CHILDREN_MAX) -> Children[Distribution]:
+        """Return the children of a histogram by its labels, at most `most`."""
+        return Children(_labelled(self.distributions[name]), most)
 
 
 def _labelled(family: Family[Child]) -> Callable[[_Labels], Child]:

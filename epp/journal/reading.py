@@ -72,9 +72,10 @@ class Segments(Struct, frozen=True, kw_only=True):
         last, cut = -2, False
         for path in self.files:
             found = _records_in(path, requests, since_s)
-            opened = _opened(next(found, None), path, self.level)
+            first = next(found, None)
+            opened = _opened(first, path, self.level)
             if opened is None:
-                last = -2
+                last, cut = -2, cut or first is _CUT
                 continue
             if opened.began_s > until_s:
                 return
@@ -171,9 +172,12 @@ def _records_in(
         else:
             for frame in frames_of(path):
                 yield frame if frame[:1] in PACKED else _record(frame, path)
-    except (EOFError, gzip.BadGzipFile, zlib.error, FileNotFoundError):
-        # The writer was killed or is still writing, or has just removed its oldest file.
+    except (EOFError, gzip.BadGzipFile, zlib.error):
+        # The writer was killed or is still writing.
         yield _CUT
+    except FileNotFoundError:
+        # The writer has just removed its oldest file.
+        return
     except OSError as error:
         raise JournalError(f"{path} cannot be read: {error.strerror}") from error
 

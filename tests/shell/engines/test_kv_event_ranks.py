@@ -10,8 +10,8 @@ from epp.core.knowledge.exact_parameters import PodDiscoveryConfig
 from epp.core.knowledge.index import RANKS_MAX
 from epp.core.kv_events.stream import StreamState
 from epp.shell.engines import kv_events
+from epp.shell.engines.kv_event_places import Place, places_of
 from epp.shell.engines.kv_event_server import Turned
-from epp.shell.engines.kv_events import Place, places_of
 from tests.shell.engines.kv_event_picker import INDEX, Picker, eventually, prompt, settings_of
 from tests.shell.engines.kv_event_pod import KVEventPod
 

@@ -10,8 +10,8 @@ from epp.configuration.build import build_settings, default_config, plugin_table
 from epp.core.decision.inputs import Reconfigured
 from epp.core.knowledge.exact_parameters import PodDiscoveryConfig
 from epp.core.kv_events.stream import StreamState
-from epp.shell.engines import kv_events
-from epp.shell.engines.kv_events import Place, places_of
+from epp.shell.engines import kv_event_turns, kv_events
+from epp.shell.engines.kv_event_places import Place, places_of
 from epp.shell.operators.decisions.endpoint_states import EndpointStates
 from epp.shell.operators.pages.endpoint_rows import endpoint_rows
 from tests.shell.engines.kv_event_picker import INDEX, Picker, eventually, prompt
@@ -86,7 +86,7 @@ async def test_a_turn_that_fails_is_not_the_last(monkeypatch):
             monkeypatch.undo()
             raise RuntimeError("a defect")
 
-        monkeypatch.setattr(picker.listener._reads, "fetch", fetch)
+        monkeypatch.setattr(picker.listener._reception.turns.reads, "fetch", fetch)
         await eventually(lambda: failed)
         pod.serve(prompt(1))
         await eventually(lambda: picker.believed(prompt(1)) == 32)
@@ -230,7 +230,7 @@ async def test_an_index_that_was_opened_anew_is_told_all_again():
 
 async def test_who_says_more_than_there_is_time_for_is_not_read_from(monkeypatch):
     """What it cannot send its engine drops; what was read is taken note of."""
-    monkeypatch.setattr(kv_events, "WAITING_BYTES_MAX", 2_000)
+    monkeypatch.setattr(kv_event_turns, "WAITING_BYTES_MAX", 2_000)
     async with KVEventPod(blocks=4_000) as pod, Picker(pod) as picker:
         await eventually(lambda: pod.subscribers and picker.live)
         for part in range(300):

@@ -13,7 +13,7 @@ from epp.core.kv_events.zmtp import (
     read_live,
     read_replayed,
 )
-from epp.shell.engines.kv_events import Place, places_of
+from epp.shell.engines.kv_event_places import Place, places_of
 from sim.pods import kv_event_sockets as module
 from sim.pods.kv_event_sockets import publishing
 from sim.pods.kv_events import KVEvents, TokenChain

@@ -17,7 +17,7 @@ from epp.core.knowledge.pool import Standing
 from epp.core.types import Endpoint, Seconds
 from epp.journal.records import Applied, RefusedDocument
 from epp.shell.engines.first_tokens import FirstTokens
-from epp.shell.engines.kv_events import SourceRow
+from epp.shell.engines.kv_event_source import SourceRow
 from epp.shell.operators.decisions.configuration_changes import ConfigurationChanges
 from epp.shell.operators.decisions.decision_rows import Row
 from epp.shell.operators.decisions.endpoint_states import EndpointStates

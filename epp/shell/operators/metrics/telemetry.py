@@ -41,7 +41,7 @@ from epp.core.peers.exchange import PeerExchange
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import BYTES_PER_TOKEN, Endpoint, Refusal, Seconds
 from epp.shell.engines.first_tokens import FirstTokens
-from epp.shell.engines.kv_events import KVEventsSnapshot
+from epp.shell.engines.kv_event_source import KVEventsSnapshot
 from epp.shell.engines.tokens.question import TokensResult
 from epp.shell.engines.tokens.service import TokensSnapshot
 from epp.shell.gateway.calls import Connected, Cut

@@ -22,7 +22,7 @@ from epp.journal.decision_record import TEXT_CHARACTERS_MAX
 from epp.journal.records import READY
 from epp.shell.engines.endpoint_pages import PagesRow
 from epp.shell.engines.first_tokens import FirstTokens
-from epp.shell.engines.kv_events import SourceRow
+from epp.shell.engines.kv_event_source import SourceRow
 from epp.shell.operators.decisions.decision_rows import Row, iso
 from epp.shell.operators.decisions.endpoint_states import EndpointStates
 from epp.shell.operators.decisions.explanation import explanation

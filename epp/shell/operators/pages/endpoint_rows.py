@@ -12,7 +12,7 @@ from epp.core.kv_events.stream import StreamState
 from epp.core.types import Endpoint, Seconds
 from epp.shell.engines.endpoint_pages import PagesRow
 from epp.shell.engines.first_tokens import FirstTokens
-from epp.shell.engines.kv_events import SourceRow
+from epp.shell.engines.kv_event_source import SourceRow
 from epp.shell.operators.decisions.decision_rows import iso
 from epp.shell.operators.decisions.endpoint_states import EndpointStates
 

@@ -10,7 +10,7 @@ from epp.core.knowledge.inflight import Outcome
 from epp.core.kv_events.stream import StreamState
 from epp.core.protocol.usage import Usage
 from epp.shell.engines.first_tokens import FirstTokens
-from epp.shell.engines.kv_events import SourceRow
+from epp.shell.engines.kv_event_source import SourceRow
 from epp.shell.operators.decisions.configuration_changes import ConfigurationChanges
 from epp.shell.operators.journal import JournalSnapshot
 from epp.shell.operators.live import live_view

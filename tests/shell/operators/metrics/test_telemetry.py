@@ -26,7 +26,7 @@ from epp.core.peers.exchange import PeerExchange, Taken
 from epp.core.peers.frames import Frame, encode
 from epp.core.types import Refusal, RefusalReason
 from epp.shell.engines.first_tokens import FirstTokens
-from epp.shell.engines.kv_events import KVEventsSnapshot
+from epp.shell.engines.kv_event_source import KVEventsSnapshot
 from epp.shell.engines.tokens.question import TokensResult
 from epp.shell.engines.tokens.service import TokensSnapshot
 from epp.shell.gateway.calls import Connected, Cut

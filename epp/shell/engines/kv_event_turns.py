@@ -1,0 +1,113 @@
+"""The processing of received KV events in turns, so that engines use a part of the loop at most.
+
+Received data is read from all connections together (`gathered_reads`), added to subscriptions, and
+processed in turns of 3 ms with pauses of 4 ms. Engines that send without pause therefore use at
+most three sevenths of the loop. A connection with too much unprocessed data is not read, and its
+engine drops what it cannot send.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from epp.core.subscription import Asked
+from epp.core.types import Seconds
+from epp.shell.engines.gathered_reads import GatheredReads
+from epp.shell.engines.kv_event_source import Source
+
+TURN_S: Final[Seconds] = 0.003
+PAUSE_S: Final[Seconds] = 0.004
+"""Pause in seconds before a turn; processing collected messages together takes less time."""
+IDLE_PAUSE_S: Final[Seconds] = 0.016
+"""Pause in seconds while nothing arrives."""
+AT_ONCE_MAX: Final = 32
+"""Number of endpoints from which one frame is decoded before any is processed."""
+BLOCKS_MAX: Final = 256
+"""Maximum number of blocks of one endpoint that are processed before the next one has its turn."""
+WAITING_BYTES_MAX: Final = 8 * 1024 * 1024
+"""Maximum unprocessed bytes of one endpoint; beyond it its connection is not read."""
+
+
+class Turns:
+    """The turns of all connections of a picker. `asked` receives what a subscription requests."""
+
+    def __init__(
+        self, clock: Callable[[], Seconds], asked: Callable[[Source, Sequence[Asked]], None]
+    ) -> None:
+        self.reads = GatheredReads(clock)
+        self._clock = clock
+        self._asked = asked
+        self._busy: OrderedDict[Source, None] = OrderedDict()
+        """Sources with unprocessed data, in the order of their turns."""
+        self._turn: asyncio.Handle | None = None
+        self._pause_s = PAUSE_S
+        """Pause before the next turn in seconds."""
+
+    def gather(self, source: Source) -> None:
+        """Read the open connection of `source` in turns from now on."""
+        if source.lines is not None:
+            source.lines.gather(self.reads)
+            self._await_turn()
+
+    def add(self, source: Source) -> None:
+        """Give `source` a turn if its subscription has unprocessed data."""
+        subscription = source.subscription
+        if subscription is None or not subscription.works:
+            return
+        self._busy.setdefault(source)
+        if source.lines is not None and subscription.waiting_bytes > WAITING_BYTES_MAX:
+            source.lines.read(on=False)
+        self._await_turn()
+
+    def close(self) -> None:
+        """End all turns."""
+        if self._turn is not None:
+            self._turn.cancel()
+            self._turn = None
+        self.reads.close()
+
+    def _await_turn(self) -> None:
+        if self._turn is None:
+            self._pause_s = PAUSE_S
+            self._turn = asyncio.get_running_loop().call_later(PAUSE_S, self._work)
+
+    def _work(self) -> None:
+        try:
+            self._take_turn(self._clock())
+        finally:
+            self._turn = None
+            if self._busy or self.reads:
+                self._turn = asyncio.get_running_loop().call_later(self._pause_s, self._work)
+
+    def _take_turn(self, now: Seconds) -> None:
+        """Read received data and process some endpoints at a time, for at most `TURN_S`."""
+        until_s = now + TURN_S
+        # Reading takes at most half of the turn, so that a fast sender leaves time for processing.
+        fetched = self.reads.fetch(now + TURN_S / 2)
+        self._pause_s = PAUSE_S if fetched or self._busy else min(2 * self._pause_s, IDLE_PAUSE_S)
+        while self._busy and self._clock() < until_s:
+            some: list[Source] = []
+            while self._busy and len(some) < AT_ONCE_MAX and self._clock() < until_s:
+                source, _ = self._busy.popitem(last=False)
+                if source.subscription is not None:
+                    source.subscription.read()
+                    some.append(source)
+            for source in some:
+                if self._clock() < until_s:
+                    self._process(source)
+                else:
+                    self._busy[source] = None
+
+    def _process(self, source: Source) -> None:
+        """Process received events of one endpoint, or a part of them if there are many."""
+        subscription = source.subscription
+        if subscription is None:
+            return
+        asked = subscription.work(self._clock(), blocks_max=BLOCKS_MAX)
+        if subscription.works:
+            self._busy[source] = None
+        if source.lines is not None and subscription.waiting_bytes <= WAITING_BYTES_MAX // 2:
+            source.lines.read(on=True)
+        if asked:
+            self._asked(source, asked)

@@ -13,6 +13,7 @@ import math
 import secrets
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -215,7 +216,7 @@ class Journal:
             folder.end(self.monotonic())
 
 
-class JournalFolder:
+class JournalFolder(ABC):
     """One level of a journal in its folder. The event loop calls `tell`, which never blocks."""
 
     level: ClassVar[Level]
@@ -293,17 +294,17 @@ class JournalFolder:
 
     # The content of a level.
 
+    @abstractmethod
     def _size_of(self, record: Any) -> int:
         """Return the approximate size of a queued record in bytes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _frame(self, record: Any) -> bytes:
         """Return the frame of a record, and remember what later segments repeat of it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _context(self) -> list[bytes]:
         """Return the frames that a new segment repeats."""
-        raise NotImplementedError
 
     def _head(self, opened: Opened, first: Any) -> Opened:
         """Complete the first record of a segment, whose next record is `first`."""

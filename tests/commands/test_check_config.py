@@ -109,7 +109,7 @@ def test_the_default_is_explained_without_a_file():
     for line in (
         "profile default",
         "  scorer    added-time-scorer: weight 1 of 1, 100%",
-        "      Prefer where the request adds the fewest seconds to everybody.",
+        "      Prefer the endpoint where the request adds the least time to all requests.",
         "      prefillDelay = 0.3",
         "  picker    max-score-picker",
         "  index     approx-prefix-cache-producer: default prefix index",

@@ -1,4 +1,4 @@
-"""What every test may need: the shared measurements, one hypothesis profile, and who runs it."""
+"""Setup for all tests: shared measurements, one hypothesis profile, and groups of test files."""
 
 import os
 import signal
@@ -25,16 +25,16 @@ TOGETHER: Final = {
     "test_short_forms.py": "real time",
     "test_reload_under_load.py": "real time",
 }
-"""Folder or file -> its group. One process runs a group, so that no two of it compete for time."""
+"""Group by folder or file. One process runs a group, so that its tests never compete for time."""
 LONGEST: Final = ("real time", "API server", "sim/experiments/test_replay.py", "chart")
-"""Groups that begin first: whoever gets them last would be waited for."""
+"""Groups that begin first, so that the run does not end with one of them alone."""
 
 hypothesis.settings.register_profile("homing", max_examples=60, deadline=None)
 hypothesis.settings.load_profile("homing")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where several processes share the tests (`make test`), `LONGEST` come first."""
+    """Put the groups in `LONGEST` first if several processes share the tests (`make test`)."""
     if getattr(config.option, "loadgroup", False):
         places = {group: place for place, group in enumerate(LONGEST)}
         items.sort(key=lambda item: places.get(_group(item.path.relative_to(HERE)), len(places)))
@@ -42,12 +42,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
-    """What stays in one process: by file, or as `TOGETHER` says."""
+    """Return a scheduler that keeps each file, or group of `TOGETHER`, in one process.
+
+    None means that `--dist` is not loadgroup, and that xdist uses its own scheduler.
+    """
     return Together(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 class Together(LoadScopeScheduling):
-    """Groups by paths: marks of groups are lost on the way with pytest 9.2 and xdist 3.8."""
+    """Scheduler that groups by path, because pytest 9.2 with xdist 3.8 loses marks of groups."""
 
     def _split_scope(self, nodeid: str) -> str:
         return _group(Path(nodeid.partition("::")[0]).relative_to(HERE.name))
@@ -60,10 +63,10 @@ def _group(path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def _interrupts_as_before() -> Iterator[None]:
-    """Ctrl-C does after a test what it did before.
+    """Restore the handling of Ctrl-C after each test.
 
-    A command that was interrupted ignores it until its process ends, and so would all processes that
-    later tests start.
+    A command that was interrupted ignores Ctrl-C until its process ends, and so would all processes
+    that later tests start.
     """
     before = signal.getsignal(signal.SIGINT)
     yield
@@ -73,7 +76,10 @@ def _interrupts_as_before() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of shared measurements: HOMING_SHARED, else `../shared` beside the repository."""
+    """Return the folder of shared measurements: HOMING_SHARED, or else `../shared`.
+
+    The latter is beside the repository. The test is skipped if the folder does not exist.
+    """
     folder = Path(os.environ.get("HOMING_SHARED", Path(__file__).parents[2] / "shared"))
     if not folder.is_dir():
         pytest.skip(f"{folder} is not a folder; HOMING_SHARED can name the shared measurements")
@@ -82,7 +88,7 @@ def shared_data() -> Path:
 
 @pytest.fixture
 def offer(tmp_path, monkeypatch):
-    """Install a distribution that offers one class; import it under a name of its own."""
+    """Return a function that installs a distribution which offers one class as a plugin."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def install(module, source, value=None):

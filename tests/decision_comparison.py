@@ -3,7 +3,7 @@
 `python -m tests.decision_comparison [--trace FILE]` plays every golden script, the recording of the
 real engine, the parity of simulator and server over gRPC, a busy pool under every picker, every
 built-in configuration with faults, moved requests and clients that leave, and the whole of the
-trace; all for one seed. What only simplifies leaves every line as it was.
+trace; all for one seed. A change that only simplifies leaves every line as it was.
 """
 
 import argparse
@@ -36,25 +36,25 @@ TROUBLE = (
 
 
 def digest(content):
-    """Sixteen digits are enough to tell two apart."""
+    """Return sixteen hexadecimal digits, which are enough to tell two contents apart."""
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 def goldens():
-    """What each script makes the scheduler do."""
+    """Yield the name and transcript of each golden script: all that it makes the scheduler do."""
     for path in sorted(GOLDEN.glob("*.txt")):
         yield f"golden {path.stem}", transcript(path.read_text()).encode()
 
 
 def truth():
-    """What the engine had cached and evicted, request by request of the recording."""
+    """Yield the cached tokens of each request of the recording and the engine's cache events."""
     replay = Replay(RECORDINGS / "vllm-0.32-cpu")
     told = [[request.cached_tokens for request in replay.requests], repr(replay.pool.events)]
     yield "truth", json.dumps(told).encode()
 
 
 def parity():
-    """The decisions of the server that real bodies reach, and those of the simulator."""
+    """Yield the decisions of the server that real bodies reach, and those of the simulator."""
     configurations = {"default": policy_source("default").text, "weighted random": WEIGHTED_RANDOM}
     for name, text in configurations.items():
 
@@ -73,7 +73,7 @@ def parity():
 
 
 def told(decision):
-    """What a decision says of where a request goes, and why."""
+    """Return the parts of a decision that say where a request goes, and why."""
     return [
         decision.number,
         decision.endpoint.name,
@@ -85,7 +85,7 @@ def told(decision):
 
 
 def replayed(name, trace, *flags):
-    """The decisions of `sim replay`, every line of them."""
+    """Return all lines of the decisions that `sim replay` writes, as bytes."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
         arguments = [str(trace), "--out", str(out), "--seed", str(SEED), "--no-ceilings"]
@@ -96,7 +96,7 @@ def replayed(name, trace, *flags):
 
 
 def built_in():
-    """Every built-in configuration in trouble."""
+    """Yield decisions under `TROUBLE`: of every built-in configuration and of three pickers."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.jsonl.gz"
         lines = [{"format": "homing-capture", "version": 1, "block_tokens": 64}]

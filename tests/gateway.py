@@ -21,7 +21,7 @@ COMPLETIONS = CHAT | {":path": "/v1/completions"}
 
 
 def headers(fields, *, in_value=False):
-    """`in_value`: the way of gateways that do not use `raw_value`."""
+    """Return a header map; `in_value` fills `value`, as gateways do that do not use `raw_value`."""
     return HeaderMap(
         headers=[
             HeaderValue(key=name, value=value)
@@ -200,7 +200,7 @@ class Stream:
 
 
 def kind(answer):
-    """Which phase the answer is for, e.g. "request_body"."""
+    """Return the phase that the answer is for, e.g. "request_body"."""
     names = (
         "request_headers", "request_body", "request_trailers",
         "response_headers", "response_body", "response_trailers", "immediate_response",
@@ -214,7 +214,7 @@ def kinds(answers):
 
 
 def destination(answer):
-    """The destination, which must be the same in the header and in the metadata."""
+    """Return the destination, which must be the same in the header and in the metadata."""
     mutated = set_headers(answer)["x-gateway-destination-endpoint"]
     told = answer.dynamic_metadata.fields["envoy.lb"].struct_value.fields
     assert told["x-gateway-destination-endpoint"].string_value == mutated
@@ -241,7 +241,7 @@ def removed_headers(answer):
 
 
 def streamed(answers):
-    """The body that the streamed chunks among the answers carry, and where the stream ends."""
+    """Return the body in the streamed chunks among the answers, and where the stream ends."""
     chunks = [
         common(answer).body_mutation.streamed_response
         for answer in answers
@@ -252,6 +252,6 @@ def streamed(answers):
 
 
 def refusal(answer):
-    """Status and error object of an immediate response."""
+    """Return the status and the error object of an immediate response."""
     immediate = answer.immediate_response
     return int(immediate.status.code), json.loads(immediate.body)["error"]

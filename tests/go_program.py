@@ -1,5 +1,5 @@
-"""Programs that tests need and that are built from the Go module proxy, whose checksum database
-vouches for their source: where one is, and how it comes there.
+"""Programs that tests need: their places, and how they are built from the Go module proxy, whose
+checksum database vouches for their source.
 """
 
 import os
@@ -12,12 +12,12 @@ from pathlib import Path
 
 
 class GoProgramError(Exception):
-    """Why it cannot be had: one sentence."""
+    """The reason, in one sentence, why a program cannot be had."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GoProgram:
-    """`target` of make builds it; "" is the target of its name."""
+    """A program that `make TARGET` builds; the `target` "" stands for the name of the program."""
 
     name: str
     package: str
@@ -26,17 +26,20 @@ class GoProgram:
 
     @property
     def variable(self) -> str:
-        """What names another one in the environment."""
+        """Return the name of the environment variable that can name another program."""
         return self.name.upper().replace("-", "_")
 
     def place(self, environment: Mapping[str, str]) -> Path:
-        """Where it is built, outside the tree."""
+        """Return the path at which the program is built, outside the tree."""
         caches = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "~"), ".cache")
         folder = f"{self.name}-{self.version}"
         return Path(caches).expanduser() / "homing" / folder / self.name
 
     def find(self, environment: Mapping[str, str]) -> Path:
-        """What the environment names, else what was built. Raises `GoProgramError`."""
+        """Return the program that the environment names, or else the one that was built.
+
+        Raises `GoProgramError` if it is not an executable file.
+        """
         told = environment.get(self.variable)
         path = Path(told).absolute() if told else self.place(environment)
         if not os.access(path, os.X_OK):
@@ -48,7 +51,10 @@ class GoProgram:
         return path
 
     def build(self, environment: Mapping[str, str]) -> Path:
-        """Build it if it is not built yet. Raises `GoProgramError`, `subprocess.CalledProcessError`."""
+        """Build the program unless it is built already, and return its path.
+
+        Raises `GoProgramError`, `subprocess.CalledProcessError`.
+        """
         path = self.place(environment)
         if not path.exists():
             go = shutil.which("go", path=environment.get("PATH"))
@@ -62,7 +68,7 @@ class GoProgram:
         return path
 
     def command(self) -> int:
-        """Build it, say where it is, and give the exit code."""
+        """Build the program, print its path, and return the exit code."""
         try:
             print(self.build(os.environ))
         except (GoProgramError, subprocess.CalledProcessError) as error:

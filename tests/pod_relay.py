@@ -1,6 +1,6 @@
-"""A pod of loopback under another address of loopback, so that what passes of its KV events can be spoilt.
+"""Relay that gives a pod of loopback another address of loopback, to spoil its KV events.
 
-Its ports are the pod's, so that what the pod says of where it publishes holds here too.
+Its ports are the pod's, so that the ports at which the pod says it publishes hold here too.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ _MORE, _COMMAND = 1, 4
 
 
 class PodRelay:
-    """`lose_every`: of how many live frames the last does not arrive; 0: all do."""
+    """A relay that loses the last of every `lose_every` live frames; 0 means that all arrive."""
 
     def __init__(self, port, live_port, replay_port, *, pod="127.0.0.1", address=ADDRESS):
         self.port = port
@@ -42,18 +42,18 @@ class PodRelay:
         await self._stack.aclose()
 
     def cut(self):
-        """Nobody hears its events any more, until `mend`."""
+        """Cut the connections for events, and refuse new ones until `mend`."""
         self._leads_to = {self.port: self.port}
         self._abort(self._live_port)
         self._abort(self._replay_port)
 
     def mislead(self):
-        """Who wants to hear its events reaches another socket, until `mend`."""
+        """Lead subscribers of live events to the replay socket until `mend`."""
         self._leads_to[self._live_port] = self._replay_port
         self._abort(self._live_port)
 
     def mend(self):
-        """All of it is reached as it is, from the next connection on, and nothing is lost."""
+        """Lead every new connection to its own port again, and lose nothing."""
         self.lose_every = 0
         self._leads_to = {port: port for port in (self.port, self._live_port, self._replay_port)}
 
@@ -88,7 +88,7 @@ class PodRelay:
             await asyncio.gather(*pumps, return_exceptions=True)
 
     async def _messages(self, reader, writer):
-        """From a publisher, message by message."""
+        """Pass on what a publisher sends, message by message, but for the frames to lose."""
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             writer.write(await reader.readexactly(len(GREETING)))
             number, message = 0, b""

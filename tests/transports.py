@@ -1,4 +1,4 @@
-"""What carries calls, by name, so that every transport passes the same tests."""
+"""Transports of calls, by name, so that every transport passes the same tests."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -13,7 +13,7 @@ TRANSPORTS = ("grpcio", "ngh2")
 def transport_of(
     name, methods, *, bytes_max=32 * 1024 * 1024, budget=None, age_max_s=None, cut=lambda _: None
 ):
-    """A transport that listens nowhere yet."""
+    """Return a transport that listens nowhere yet."""
     if name == "ngh2":
         return Http2Server(
             methods,
@@ -28,7 +28,7 @@ def transport_of(
 
 @asynccontextmanager
 async def carried(transport, *, host="127.0.0.1", port=0, certificate=None, wait_s=None):
-    """Inside, `transport` serves; the port that it took."""
+    """Serve with `transport` during the block, and yield the port that it took."""
     taken = await transport.listen(host, port, certificate)
     await transport.start()
     running = [asyncio.create_task(loop()) for loop in transport.loops().values()]

@@ -1,4 +1,4 @@
-"""What happened at pickers: decisions with their outcomes, refusals, changes and losses."""
+"""Past events of pickers: decisions with their outcomes, refusals, changes and losses."""
 
 from typing import Final, TypeAlias
 

@@ -118,7 +118,7 @@ class Sought:
 
     @property
     def known(self) -> dict[int, bool]:
-        """Whether a number of pods is enough, by number, for all decided numbers."""
+        """Verdict by number of pods, for all decided numbers: True if the number is enough."""
         decided = ((pods, self.verdict(pods)) for pods in self.runs)
         return {pods: verdict for pods, verdict in decided if verdict is not None}
 
@@ -129,7 +129,7 @@ class Sought:
 
     @property
     def ended(self) -> bool:
-        """Whether the search has ended."""
+        """True if the search has ended."""
         return self._step.ask is None
 
     @property
@@ -224,7 +224,7 @@ class Sizing:
         self.headroom: dict[str, Sought] = {}
         """Searches for the headroom of the chosen option, by case."""
         self.every: list[Sought] = []
-        """For each option, a search with every number of pods run."""
+        """Searches in which every number of pods is run, one per option."""
         self.autoscaled: tuple[AutoscalerSettings, list[KeptRun]] | None = None
         self.complete = False
 

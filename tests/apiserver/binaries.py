@@ -20,31 +20,34 @@ from typing import Final, NamedTuple
 SOURCES: Final = Path(__file__).with_name("go")
 NAMES: Final = ("kube-apiserver", "etcd")
 NODE_NAMES: Final = ("kube-controller-manager", "kube-scheduler", "kube-proxy", "kubelet")
-"""What makes of an API server a cluster of one node."""
+"""Commands that turn an API server into a cluster of one node."""
 VARIABLES: Final = ("KUBE_APISERVER", "ETCD")
 NICENESS: Final = 19
 
 
 class BinariesError(Exception):
-    """Why they cannot be had: one sentence."""
+    """The reason, in one sentence, why the binaries cannot be had."""
 
 
 class Binaries(NamedTuple):
-    """Commands."""
+    """Paths of the two commands that the tests run."""
 
     kube_apiserver: Path
     etcd: Path
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Outside the tree, and another for each pair of versions."""
+    """Return the folder of built commands, outside the tree, one for each pair of versions."""
     caches = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "~"), ".cache")
     kubernetes, etcd = _pinned("k8s.io/kubernetes"), _pinned("go.etcd.io/etcd/server/v3")
     return Path(caches).expanduser() / "homing" / f"kubernetes-{kubernetes}-etcd-{etcd}"
 
 
 def find(environment: Mapping[str, str]) -> Binaries:
-    """What the environment names, else what was built. Raises `BinariesError`."""
+    """Return the commands that the environment names, or else those that were built.
+
+    Raises `BinariesError` if one of them is not an executable file.
+    """
     built = cache_folder(environment)
     found = []
     for name, variable in zip(NAMES, VARIABLES, strict=True):
@@ -61,7 +64,7 @@ def find(environment: Mapping[str, str]) -> Binaries:
 
 
 def build(environment: Mapping[str, str], names: Sequence[str] = NAMES) -> Path:
-    """The folder of `names`, of which those are built that are not there yet.
+    """Build the commands in `names` that are missing and return the folder of all of them.
 
     Raises `BinariesError`, `subprocess.CalledProcessError`.
     """
@@ -100,14 +103,14 @@ def _compile(go: str, names: Sequence[str], folder: Path, environment: Mapping[s
 
 
 def _pinned(module: str) -> str:
-    """The version of `module` that go.mod asks for."""
+    """Return the version of `module` that go.mod asks for."""
     text = (SOURCES / "go.mod").read_text(encoding="utf-8")
     (version,) = set(re.findall(rf"^\t{re.escape(module)} (v\S+)", text, re.MULTILINE))
     return str(version)
 
 
 def main() -> int:
-    """`make apiserver`: 2 where there is no Go, 1 where the build failed."""
+    """Carry out `make apiserver`; return 2 if there is no Go, and 1 if the build failed."""
     os.nice(NICENESS)
     try:
         folder = build(os.environ)

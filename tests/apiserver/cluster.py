@@ -1,4 +1,4 @@
-"""What stands round the picker: users, the kubelet, model servers; and the picker as installed."""
+"""Surroundings of the picker (users, kubelet, model servers), and the picker as installed."""
 
 import os
 from base64 import b64decode
@@ -63,7 +63,7 @@ class Namespace:
         return found
 
     def create(self, resource: str, name: str, **members: Any) -> Any:
-        """`kind` and `apiVersion` are those of the path."""
+        """Create an object; the API server takes `kind` and `apiVersion` from the path."""
         metadata = {"name": name, **members.pop("metadata", {})}
         return self.api.request("POST", self.path(resource), {"metadata": metadata, **members})
 
@@ -77,7 +77,7 @@ class Namespace:
     # The users.
 
     def create_pool(self, *ports: int, labels: Mapping[str, str] = LABELS) -> None:
-        """Each pod is an endpoint at each of `ports`."""
+        """Create the InferencePool; each pod with `labels` is an endpoint at each of `ports`."""
         self.create(
             "inferencepools",
             POOL,
@@ -93,7 +93,7 @@ class Namespace:
     # The scheduler and the kubelet.
 
     def run_pod(self, engine: Pod, **metadata: Any) -> None:
-        """A pod on a node, with the address of `engine`, Ready."""
+        """Create a pod on a node, with the address of `engine`, and report it as Ready."""
         container = {"name": "vllm", "image": "example.com/vllm"}
         ports = [{"containerPort": engine.port}]
         self.create(
@@ -121,7 +121,7 @@ class Namespace:
 
 @asynccontextmanager
 async def running_engines(*names: str) -> AsyncIterator[list[Pod]]:
-    """Model servers, each with an address of its own and all on the same port, as pods are."""
+    """Yield running model servers: each has its own address and all have one port, as pods do."""
     (port,) = free_ports(1)
     async with AsyncExitStack() as opened:
         engines = [Pod(name, f"127.0.0.{10 + n}", port) for n, name in enumerate(names)]
@@ -132,7 +132,7 @@ async def running_engines(*names: str) -> AsyncIterator[list[Pod]]:
 
 
 class Release:
-    """What `helm install` puts into a namespace."""
+    """The objects that `helm install` puts into a namespace."""
 
     def __init__(self, binary: Path, namespace: Namespace, values: Path, folder: Path) -> None:
         self.namespace = namespace
@@ -152,7 +152,7 @@ class Release:
         return one([{"kind": at["name"], **at} for at in self.pod["containers"]], "epp")
 
     def config_map(self) -> str:
-        """Name of the mounted ConfigMap."""
+        """Return the name of the mounted ConfigMap."""
         (name,) = (at["configMap"]["name"] for at in self.pod["volumes"] if at["name"] == "config")
         return str(name)
 
@@ -161,7 +161,7 @@ class Release:
         return str(text)
 
     def token(self) -> str:
-        """As the kubelet asks for one."""
+        """Request a token of the ServiceAccount, as the kubelet does."""
         path = self.namespace.path("serviceaccounts", self.account, "token")
         request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
         return str(self.namespace.api.request("POST", path, request)["status"]["token"])
@@ -171,12 +171,16 @@ class Release:
         return f"system:serviceaccount:{self.namespace.name}:{self.account}"
 
     def refused(self) -> set[str]:
-        """What the picker asked for and was refused."""
+        """Return the URIs that the picker requested and was refused (status 401 or 403)."""
         events = self.namespace.api.requests_of(self.user)
         return {at["requestURI"] for at in events if at["responseStatus"]["code"] in {401, 403}}
 
     def flags(self, mounted: Mounted, folder: Path) -> list[str]:
-        """Those of the Deployment, but for the ports; what is mounted there is in `folder`."""
+        """Return the flags of the Deployment without its ports, adapted to run in this machine.
+
+        Paths of mounted volumes become folders below `folder`, the configuration is the file of
+        `mounted`, and `SPEEDY` is added.
+        """
         command, *told = self.container()["args"]
         assert command == "serve"
         ports = ("--grpc-port=", "--grpc-health-port=", "--metrics-port=")
@@ -186,7 +190,10 @@ class Release:
         return [*kept, f"--config-file={mounted.file}", *SPEEDY]
 
     def _volumes(self, folder: Path) -> dict[str, Path]:
-        """Path in the container -> a folder with what is mounted there of Secrets, else empty."""
+        """Return, by path in the container, a folder that stands for the volume mounted there.
+
+        A folder has the files of the Secret if the volume is one; otherwise it is empty.
+        """
         secrets = {at["name"]: at.get("secret") for at in self.pod["volumes"]}
         places = {}
         for mount in self.container()["volumeMounts"]:
@@ -202,7 +209,7 @@ class Release:
         return {key: b64decode(value) for key, value in data.items()}
 
     def debug_token(self) -> str:
-        """What its pages ask for; "" if nothing."""
+        """Return the token that the debug pages ask for; "" means that they ask for none."""
         for at in self.pod["volumes"]:
             if at["name"] == "debug-token":
                 return self.secret(at["secret"]["secretName"])["token"].decode()
@@ -235,13 +242,13 @@ class Picker:
             yield self
 
     async def page(self, name: str) -> Any:
-        """/debug/`name`."""
+        """Return the content of the page /debug/`name`."""
         assert self._pages is not None
         async with self._pages.get(f"/debug/{name}?format=json") as response:
             return await response.json()
 
     async def metric(self, name: str, **labels: str) -> float | None:
-        """A sample of homing_`name`; None: there is none."""
+        """Return the sample of homing_`name` with exactly `labels`; None means there is none."""
         assert self._pages is not None
         async with self._pages.get("/metrics") as response:
             text = await response.text()
@@ -252,7 +259,7 @@ class Picker:
         return None
 
     async def addresses(self) -> set[str]:
-        """Of all endpoints, ready or not."""
+        """Return the addresses of all endpoints, ready or not."""
         return {row["address"] for row in (await self.page("endpoints"))["endpoints"]}
 
     async def ready_addresses(self) -> set[str]:
@@ -269,7 +276,11 @@ class Picker:
         await until(equal, f"the endpoints to be {sorted(wanted)}", timeout_s)
 
     async def answers(self, *messages: bytes, answers: int) -> list[Any]:
-        """Of a request whose response ends at its headers."""
+        """Send the messages of one request and return the first `answers` answers to them.
+
+        Unless the first answer is an immediate response, a response follows that ends at its
+        headers.
+        """
         call = Call(self._channel)
         found = await call.exchange(*messages, answers=answers)
         if gw.kind(found[0]) != "immediate_response":
@@ -278,12 +289,12 @@ class Picker:
         return found
 
     async def pick(self, body: bytes = PROMPT) -> str:
-        """Where a request goes."""
+        """Return the destination of a request with this body."""
         head, *_ = await self.answers(gw.request_headers(), gw.request_body(body), answers=2)
         return str(gw.destination(head))
 
     async def refused(self, **headers: str) -> tuple[int, Any]:
-        """(status, error) of a request."""
+        """Send a request that must be refused and return its (status, error)."""
         named = gw.COMPLETIONS | {name.replace("_", "-"): at for name, at in headers.items()}
         messages = gw.request_headers(named), gw.request_body(PROMPT)
         (answer,) = await self.answers(*messages, answers=1)
@@ -298,9 +309,9 @@ class Picker:
 async def running_picker(
     release: Release, folder: Path, *flags: str, pod_name: str = "picker-0", ready: bool = True
 ) -> AsyncIterator[Picker]:
-    """As the kubelet would run it, with the rights of its ServiceAccount and no others.
+    """Yield a picker that runs as under the kubelet, with only its ServiceAccount's rights.
 
-    `ready`: wait until it says so.
+    `ready`: wait until the picker reports that it is ready.
     """
     folder.mkdir()
     mounted = Mounted(folder / "mounted", release.config_text())

@@ -19,7 +19,7 @@ _numbers = count(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whoever comes first waits for the API server, and for the download of helm."""
+    """Raise the timeout: the first test waits for the API server and for the download of helm."""
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
@@ -31,7 +31,9 @@ ServerWith: TypeAlias = Callable[..., AbstractContextManager[ApiServer]]
 
 @pytest.fixture(scope="session")
 def api_with(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> ServerWith:
-    """API servers with these flags, which know the kinds of inference gateways."""
+    """Return a function that runs an API server with the given flags.
+
+    The server knows the kinds of objects that inference gateways use."""
     try:
         found = binaries.find(os.environ)
     except binaries.BinariesError as error:

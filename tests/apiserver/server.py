@@ -1,4 +1,4 @@
-"""A real kube-apiserver with its etcd, on loopback, in a folder, and who may speak to it."""
+"""A real kube-apiserver with its etcd, on loopback, in a folder, and the users it accepts."""
 
 import csv
 import json
@@ -35,10 +35,10 @@ AUDIT: Final = {
 
 
 class ApiServer:
-    """`start`, then `kill` and `start` again as often as wanted, then `stop`."""
+    """A server with this life: `start`, any number of `kill` and `start`, then `stop`."""
 
     def __init__(self, binaries: Binaries, folder: Path, flags: Sequence[str] = ()) -> None:
-        """`flags`: more of them for kube-apiserver."""
+        """Choose free ports; `flags` are added to those of kube-apiserver."""
         self._binaries = binaries
         self._folder = folder
         self._flags = flags
@@ -61,11 +61,11 @@ class ApiServer:
         return self._server is not None
 
     def wait(self) -> None:
-        """Until it is ready."""
+        """Wait until the server is ready."""
         self._until(self.ready, "kube-apiserver to be ready")
 
     def ready(self) -> bool:
-        """What /readyz says; False as well where nobody answers."""
+        """Return True if /readyz answers with success; False also if nobody answers."""
         return self._answers("/readyz")
 
     def kill(self) -> None:
@@ -83,7 +83,7 @@ class ApiServer:
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """For as long as the block lasts every connection stays and nobody answers."""
+        """Pause the server during the block: connections stay open and nobody answers."""
         assert self._server is not None
         self._server.send_signal(signal.SIGSTOP)
         try:
@@ -96,7 +96,7 @@ class ApiServer:
         _kill(self._etcd)
 
     def log_text(self) -> str:
-        """The end of what both wrote."""
+        """Return the last 2000 characters of the log of each of the two processes."""
         logs = [self._folder / f"{name}.log" for name in NAMES]
         return "\n".join(f"--- {log}\n{log.read_text()[-2000:]}" for log in logs)
 
@@ -107,7 +107,10 @@ class ApiServer:
         body: object = None,
         content_type: str = "application/json",
     ) -> Any:
-        """The answer to the administrator. Raises `urllib.error.HTTPError`."""
+        """Send a request as the administrator; return the answer, as text unless it is an object.
+
+        Raises `urllib.error.HTTPError`.
+        """
         request = urllib.request.Request(
             self.url + path,
             method=method,
@@ -123,7 +126,7 @@ class ApiServer:
         return ssl.create_default_context(cafile=self.certificate)
 
     def requests_of(self, user: str) -> list[dict[str, Any]]:
-        """What `user` asked for so far and was answered, as events of the audit log."""
+        """Return the answered requests of `user` so far, as events of the audit log."""
         events = map(json.loads, (self._folder / "audit.log").read_text().splitlines())
         return [event for event in events if event["user"]["username"] == user]
 
@@ -159,7 +162,7 @@ class ApiServer:
             time.sleep(0.05)
 
     def kubeconfig(self, path: Path, token: str = ADMIN_TOKEN) -> Path:
-        """Write one to `path`."""
+        """Write a kubeconfig with `token` to `path`, and return `path`."""
         cluster = {"server": self.url, "certificate-authority": str(self.certificate)}
         context = {"cluster": "test", "user": "test"}
         document = {
@@ -174,7 +177,7 @@ class ApiServer:
         return path
 
     def _write_secrets(self) -> None:
-        """The administrator's token, the key that signs those of ServiceAccounts, the audit."""
+        """Write the administrator's token, the key of ServiceAccount tokens, the audit policy."""
         (self._folder / "audit.yaml").write_text(yaml.safe_dump(AUDIT))
         with (self._folder / "tokens.csv").open("w", newline="") as file:
             csv.writer(file).writerow([ADMIN_TOKEN, "admin", "admin", "system:masters"])

@@ -9,7 +9,7 @@ from tests.chart import tools
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whoever comes first waits for the downloads."""
+    """Raise the timeout, because the first test waits for the downloads."""
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:

@@ -1,6 +1,6 @@
-"""Golden outputs of the chart: one of them whole, of each other what differs from it.
+"""Golden outputs of the chart: one whole text, and for each other one its differences from it.
 
-A dashboard in them is the file that it was made of: `@FILE` at its indentation.
+Each dashboard in the differences is replaced by its file's name, as `@FILE` at its indentation.
 `python -m tests.chart.golden_texts` writes all of them anew.
 """
 
@@ -28,7 +28,7 @@ def file_of(name: str) -> Path:
 
 
 def golden_text(name: str) -> str:
-    """What Helm rendered of the values `name`, byte for byte."""
+    """Return the text that Helm rendered from the values `name`, byte for byte."""
     text = file_of(name).read_text(encoding="utf-8")
     if name == WHOLE:
         return text
@@ -37,7 +37,10 @@ def golden_text(name: str) -> str:
 
 
 def write_golden(name: str, text: str) -> None:
-    """Keep `text` for `golden_text`. The whole one first: the others are read beside it."""
+    """Write `text` for `golden_text`.
+
+    The text named `WHOLE` must be written first, because the others are differences to it.
+    """
     kept = text
     if name != WHOLE:
         pair = (golden_text(WHOLE), _abridged(text))
@@ -47,7 +50,7 @@ def write_golden(name: str, text: str) -> None:
 
 
 def _patched(whole: list[str], difference: list[str]) -> Iterator[str]:
-    """Lines of `whole` with the hunks of `difference`, a unified diff."""
+    """Yield the lines of `whole` after the hunks of `difference`, a unified diff, are applied."""
     at = 0
     for line in difference:
         if hunk := _HUNK.match(line):
@@ -67,7 +70,7 @@ def _patched(whole: list[str], difference: list[str]) -> Iterator[str]:
 
 
 def _dashboards() -> Iterator[tuple[str, str]]:
-    """Of each its abridged and its whole text."""
+    """Yield the abridged and the whole text of each dashboard."""
     for file in sorted(_DASHBOARDS.glob("*.json")):
         lines = file.read_text(encoding="utf-8").strip().splitlines()
         yield (
@@ -89,7 +92,7 @@ def _unabridged(text: str) -> str:
 
 
 def main() -> int:
-    """As the chart renders them with Helm 4."""
+    """Write all golden outputs as the chart renders them with Helm 4."""
     helm = tools_of(HELM_4) / "helm"
     FOLDER.mkdir(exist_ok=True)
     for values in sorted(VALUES, key=lambda path: path.stem != WHOLE):

@@ -1,7 +1,7 @@
-"""Writes the generated manifests of deploy/ anew: `python -m tests.chart.manifests`.
+"""Generator of the manifests of deploy/: `python -m tests.chart.manifests` writes them anew.
 
-They are what the chart renders for the values.yaml beside them, without what only Helm needs. An
-overlay on the base, or a component, gets the objects that the base has not.
+A manifest has the objects that the chart renders for the values.yaml beside it, without the parts
+that only Helm needs. An overlay on the base, or a component, gets the objects that the base lacks.
 """
 
 import sys
@@ -20,7 +20,7 @@ HEAD: Final = "# Written by `python -m tests.chart.manifests` from values.yaml.\
 
 
 class _Plain(yaml.SafeDumper):
-    """Without anchors, and with text of several lines as such."""
+    """A dumper that writes no anchors and writes text of several lines as a literal block."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -35,7 +35,7 @@ _Plain.add_representer(
 
 
 def generated(binary: Path) -> Iterator[tuple[Path, str]]:
-    """Each generated file and what is to be in it."""
+    """Yield the path and the text of each generated file."""
     base = chart_objects(binary, DEPLOY / "base/values.yaml")
     yield DEPLOY / "base/homing.yaml", _text(base)
     for values in sorted(DEPLOY.glob("overlays/*/values.yaml")):
@@ -60,7 +60,7 @@ def _name(document: dict[str, Any]) -> tuple[str, str]:
 
 
 def chart_objects(binary: Path, values: Path) -> list[dict[str, Any]]:
-    """What the chart renders, as manifests that Helm has nothing to do with."""
+    """Return the objects that the chart renders for `values`, without traces of Helm."""
     done = helm(
         *(binary, "template", "homing", CHART, "--namespace", NAMESPACE),
         *("--values", values, "--skip-tests"),
@@ -70,7 +70,7 @@ def chart_objects(binary: Path, values: Path) -> list[dict[str, Any]]:
 
 
 def _without_helm(document: dict[str, Any]) -> dict[str, Any]:
-    """No labels about Helm; the namespace is the kustomization's."""
+    """Remove Helm's labels and all namespaces, which the kustomization sets; return `document`."""
     metadata = document["metadata"]
     metadata.pop("namespace", None)
     for subject in document.get("subjects", ()):

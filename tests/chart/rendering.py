@@ -13,12 +13,12 @@ VALUES: Final = sorted((Path(__file__).parent / "values").glob("*.yaml"))
 RELEASE: Final = "inference"
 NAMESPACE: Final = "models"
 NAMED_SECRETS: Final = Path(__file__).parent / "named_secrets.yaml"
-"""Beneath all values: what the chart would draw would be another each time."""
+"""File of values beneath all others. It names a secret that the chart would otherwise draw anew."""
 HELM_MAX_S: Final = 20
 
 
 def helm(binary: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run helm; without the user's own settings and repositories."""
+    """Run helm without the user's own settings and repositories."""
     return subprocess.run(
         [binary, *arguments],
         check=False,
@@ -31,7 +31,7 @@ def helm(binary: Path, *arguments: str | Path) -> subprocess.CompletedProcess[st
 
 @cache
 def rendered(binary: Path, values: Path, *arguments: str) -> str:
-    """What would be installed with this file of values."""
+    """Return the manifests that would be installed with this file of values."""
     done = helm(
         *(binary, "template", RELEASE, CHART, "--namespace", NAMESPACE),
         *("--values", NAMED_SECRETS, "--values", values, *arguments),
@@ -46,7 +46,7 @@ def objects(text: str) -> list[dict[str, Any]]:
 
 
 def refusal(binary: Path, *arguments: str) -> str:
-    """What Helm says about values that it must not render."""
+    """Return the error that Helm writes about values that it must refuse."""
     done = helm(binary, "template", RELEASE, CHART, *arguments)
     assert done.returncode != 0, "rendered, expected a refusal"
     return done.stderr
@@ -58,7 +58,7 @@ def one(documents: list[dict[str, Any]], kind: str) -> dict[str, Any]:
 
 
 def picker(documents: list[dict[str, Any]]) -> dict[str, Any]:
-    """The container of the picker."""
+    """Return the container of the picker."""
     pod = one(documents, "Deployment")["spec"]["template"]["spec"]
     (container,) = (item for item in pod["containers"] if item["name"] == "epp")
     return container

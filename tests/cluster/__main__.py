@@ -1,10 +1,11 @@
-"""`make cluster`: a Kubernetes of one node on this machine; `make cluster-down` takes it away.
+"""Kubernetes of one node on this machine: `make cluster` starts it, `make cluster-down` ends it.
 
-`python -m tests.cluster up|down|load|gateway|test|brief|page|env|kept`. Nothing of it reaches another
-address. `load` gives it images of the tree anew, `gateway` puts Envoy Gateway into it, `test` runs
-the tests that need it and takes it away if it did not run before, `brief` only those that need
-neither minutes nor a gateway, `page` puts what they counted into docs/availability.md, `env` prints what
-makes its `kubectl` and `helm` ready to type, `kept` only says whether it could come up at once.
+`python -m tests.cluster up|down|load|gateway|test|brief|page|env|kept`. Nothing of it reaches
+another address. `load` gives it images of the tree anew, `gateway` puts Envoy Gateway into it,
+`test` runs the tests that need it and takes it away if it did not run before, `brief` runs only
+those that need neither minutes nor a gateway, `page` puts what they counted into
+docs/availability.md, `env` prints what makes its `kubectl` and `helm` ready to type, `kept` only
+says whether it could come up at once.
 """
 
 import argparse
@@ -39,7 +40,10 @@ _PASSES: Final = (
     ("-m", f"cluster and not {ALONE}", "-n", "2", "--dist", "loadgroup"),
     ("-m", f"cluster and {ALONE}", "-n", "0"),
 )
-"""Most of what they do is to wait for streams: two at a time, where they leave each other alone."""
+"""Arguments of pytest for each pass.
+
+Most of what tests do is to wait for streams: two run at a time, where they leave each other alone.
+"""
 _BRIEF: Final = (
     (
         "-m",
@@ -50,7 +54,7 @@ _BRIEF: Final = (
 
 
 class LackingError(Exception):
-    """What this machine has not got: one sentence."""
+    """Error of an action that needs what this machine lacks; its message is one sentence."""
 
 
 def _up(node: Node) -> None:
@@ -114,7 +118,7 @@ _ACTIONS: Final[Mapping[str, Callable[[Node], None]]] = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0; 1: it did not come up; 2: this machine lacks something."""
+    """Return 0, 1 if the action failed, 2 if this machine lacks something, 130 if interrupted."""
     parser = argparse.ArgumentParser(prog="python -m tests.cluster", description=__doc__)
     parser.add_argument("what", choices=list(_ACTIONS))
     options = parser.parse_args(arguments)

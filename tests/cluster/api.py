@@ -1,4 +1,4 @@
-"""The API server as an administrator asks it: JSON over HTTPS, inside the cluster."""
+"""Client of the API server for an administrator: JSON over HTTPS, inside the cluster."""
 
 import json
 import ssl
@@ -12,11 +12,11 @@ from tests.cluster import certificates
 from tests.cluster.place import NODE_ADDRESS, Place
 
 _LINE_BYTES_MAX: Final = 1 << 22
-"""Of one event of a watch."""
+"""Largest size of one event of a watch, in bytes."""
 
 
 class Api:
-    """Requests by path."""
+    """Client of the API server, which is asked by path."""
 
     def __init__(self, session: ClientSession) -> None:
         self._session = session
@@ -27,7 +27,10 @@ class Api:
             return await response.json()
 
     async def watch(self, path: str, version: str, **query: str) -> AsyncIterator[tuple[str, Any]]:
-        """(ADDED, MODIFIED or DELETED, object) since `version`, until the API server ends it."""
+        """Yield (ADDED, MODIFIED or DELETED, object) for each event since `version`.
+
+        The API server ends the watch.
+        """
         told = {**query, "watch": "true", "resourceVersion": version}
         unlimited = ClientTimeout(total=None)
         async with self._session.get(path, params=told, timeout=unlimited) as response:
@@ -39,7 +42,10 @@ class Api:
 
 @asynccontextmanager
 async def administrator(place: Place) -> AsyncIterator[Api]:
-    """Of the cluster that `place` keeps; to be asked from inside its network."""
+    """Yield the administrator's client of the cluster that `place` keeps.
+
+    It is to be used from inside the network of the cluster.
+    """
     signed = place.certificates
     trusted = ssl.create_default_context(cafile=signed / f"{certificates.AUTHORITY}.crt")
     trusted.load_cert_chain(signed / "admin.crt", signed / "admin.key")

@@ -19,7 +19,7 @@ _SKEW: Final = dt.timedelta(hours=1)
 AUTHORITY: Final = "ca"
 SERVER: Final = "apiserver"
 SIGNER: Final = "serviceaccounts"
-"""The key that signs tokens of ServiceAccounts."""
+"""Name of the key that signs tokens of ServiceAccounts."""
 FRONT: Final = "front-proxy"
 WHO: Final = {
     "admin": ("system:masters", "admin"),
@@ -36,7 +36,7 @@ _API_NAMES: Final = (
 
 
 def write(folder: Path) -> None:
-    """All of them, unless they are there."""
+    """Write all keys and certificates into `folder`, unless they are there."""
     if (folder / f"{AUTHORITY}.crt").exists():
         return
     key = ec.generate_private_key(ec.SECP256R1())
@@ -61,7 +61,7 @@ def write(folder: Path) -> None:
 
 
 def write_kubeconfig(file: Path, folder: Path, who: str) -> None:
-    """Of `who`, one of `WHO`."""
+    """Write the kubeconfig of `who`, one of `WHO`, whose certificate is in `folder`, to `file`."""
     cluster = {
         "server": f"https://{NODE_ADDRESS}:6443",
         "certificate-authority": str(folder / f"{AUTHORITY}.crt"),

@@ -1,4 +1,4 @@
-"""The cluster of these tests, which is up: `python -m tests.cluster test` sees to that."""
+"""Cluster of these tests, which is up: `python -m tests.cluster test` sees to that."""
 
 import os
 from pathlib import Path
@@ -10,9 +10,9 @@ from tests.cluster.place import Place
 from tests.cluster.rows import Rows
 
 ALONE = "alone_in_cluster"
-"""Marks a test that takes from others what they need: the API server, the node."""
+"""Mark of a test that takes from others what they need: the API server, the node."""
 MINUTES = "minutes_in_cluster"
-"""Marks a test of minutes, as those are that watch streams to their end."""
+"""Mark of a test of minutes, as those are that watch streams to their end."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -21,7 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """They share one node, and are asked for."""
+    """Mark tests of the cluster: they share one node, and are asked for."""
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents and "node" in getattr(item, "fixturenames", ()):
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def node() -> Node:
-    """Ready, with images of this tree."""
+    """Return the node, ready, with images of this tree."""
     if lacking := missing():
         pytest.skip(lacking)
     found = Node(Place.of(os.environ), os.environ, print)
@@ -42,5 +42,5 @@ def node() -> Node:
 
 @pytest.fixture(scope="session")
 def rows() -> Rows:
-    """Where what was counted is kept for the docs."""
+    """Return the rows in which counts are kept for the docs."""
     return Rows(Place.of(os.environ).root / "rows")

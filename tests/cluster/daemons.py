@@ -1,4 +1,4 @@
-"""Processes that outlive the command that started them, each known by its number and its beginning."""
+"""Processes that outlive the command that started them, known by their pid and their beginning."""
 
 import os
 import signal
@@ -12,12 +12,14 @@ from tests.cluster.place import NETWORK, ClusterError
 
 POLL_S: Final = 0.1
 INSIDE: Final = ("nsenter", f"--net=/run/netns/{NETWORK}")
-"""Before a command that is to run in the network of the cluster. Not `ip netns exec`: that mounts
-another /sys, in which there are no cgroups."""
+"""Prefix of a command that is to run in the network of the cluster.
+
+It is not `ip netns exec`: that mounts another /sys, in which there are no cgroups.
+"""
 
 
 class Daemon:
-    """One of them. Its number is kept in `folder`, so that another command can end it."""
+    """One such process, whose pid is kept in `folder`, so that another command can end it."""
 
     def __init__(self, name: str, folder: Path, logs: Path) -> None:
         self.name = name
@@ -25,7 +27,7 @@ class Daemon:
         self._kept = folder / f"{name}.pid"
 
     def start(self, command: Sequence[str | Path]) -> None:
-        """In the network of the cluster and in a session of its own."""
+        """Start `command` in the network of the cluster and in a session of its own."""
         with self.log.open("ab") as output:
             process = subprocess.Popen(
                 [*INSIDE, *command],
@@ -38,7 +40,7 @@ class Daemon:
 
     @property
     def number(self) -> int:
-        """Its pid; 0: it does not run."""
+        """Pid of the process; 0 if it does not run."""
         if not self._kept.exists():
             return 0
         number, began = self._kept.read_text().split()
@@ -50,7 +52,7 @@ class Daemon:
             os.kill(self.number, number)
 
     def end(self, grace_s: float) -> None:
-        """By SIGTERM, and by SIGKILL if it runs after `grace_s`."""
+        """End the process by SIGTERM, and by SIGKILL if it still runs after `grace_s`."""
         self.signal(signal.SIGTERM)
         deadline_s = time.monotonic() + grace_s
         while self.number and time.monotonic() < deadline_s:
@@ -60,18 +62,18 @@ class Daemon:
         self._kept.unlink(missing_ok=True)
 
     def said(self) -> str:
-        """The end of its log."""
+        """Return the last 2,000 characters of the log; "" if there is none."""
         return self.log.read_text(errors="replace")[-2_000:] if self.log.exists() else ""
 
     def must_run(self) -> None:
-        """Raises `ClusterError` with its last words if it does not."""
+        """Raise `ClusterError` with the end of the log if the process does not run."""
         _bury()
         if not self.number:
             raise ClusterError(f"{self.name} ended by itself: {self.said()}")
 
 
 def _began(number: int) -> str:
-    """When the process began, in ticks since the machine did; "" if there is none."""
+    """Return when the process began, in ticks since the machine did; "" if there is none."""
     try:
         told = Path(f"/proc/{number}/stat").read_text()
     except OSError:
@@ -81,7 +83,7 @@ def _began(number: int) -> str:
 
 
 def _bury() -> None:
-    """Children of this process that have ended are no processes any more."""
+    """Reap children of this process that have ended: they are no processes any more."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

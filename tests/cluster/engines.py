@@ -1,8 +1,9 @@
-"""What stands behind the addresses of pods that only seem to run: `python -m tests.cluster.engines`.
+"""Simulated engines at the addresses of pods that only seem to run.
 
-One process follows the pods of a selector. While one is there, a simulated engine of its own serves
-at the pod's address: it is born with the pod, knows nothing of an earlier pod of that address, goes
-on while the pod terminates, and then nobody listens there any more.
+`python -m tests.cluster.engines` is one process that follows the pods of a selector. Each pod that
+is there has a simulated engine of its own, which serves at the pod's address: it is born with the
+pod, knows nothing of an earlier pod of that address, goes on while the pod terminates, and then
+nobody listens there any more.
 
 It runs inside the cluster, until its input ends. For each line of input it prints, as JSON, what
 engines saw since the line before: how long after a pod was ready its page was first read, and how
@@ -38,7 +39,7 @@ BEAT_S: Final = 0.02
 
 
 class Seen:
-    """By all engines, since it was told last."""
+    """Observations of all engines since the last report."""
 
     def __init__(self) -> None:
         self.born = 0
@@ -46,18 +47,18 @@ class Seen:
         self.pages = 0
         self.requests = 0
         self.first_page_s: list[float] = []
-        """How long a pod was ready when its page was first read."""
+        """Seconds for which each pod was ready when its page was first read."""
         self.late_s: list[float] = []
-        """How long a pod was deleted when a request came for it."""
+        """Seconds for which a pod was deleted when a request came for it, of each such request."""
         self.loop_late_s = 0.0
-        """The worst that this process itself was late by."""
+        """Longest delay of this process's own event loop, in seconds."""
 
     def told(self) -> dict[str, Any]:
         return vars(self)
 
 
 class Engine(PodServer):
-    """One pod, and what it sees."""
+    """Server of one pod, which records what it sees."""
 
     def __init__(self, pod: Pod, seen: "Engines") -> None:
         super().__init__(pod)
@@ -92,7 +93,7 @@ class Engine(PodServer):
 
 
 class Engines:
-    """One for each pod that the API server shows ready."""
+    """Engines, one for each pod that the API server shows ready."""
 
     def __init__(self, settings: PodSettings, tasks: asyncio.TaskGroup) -> None:
         self.seen = Seen()
@@ -100,10 +101,10 @@ class Engines:
         self._tasks = tasks
         self._by_uid: dict[str, Engine] = {}
         self._by_address: dict[str, Engine] = {}
-        """Also of those that end."""
+        """Latest engine of each address, also if it is about to end."""
 
     def list(self, pods: Sequence[Mapping[str, Any]]) -> None:
-        """All pods that there are."""
+        """Begin and end engines so that they match `pods`, which are all that there are."""
         there = {pod["metadata"]["uid"] for pod in pods}
         for uid in self._by_uid.keys() - there:
             self._end(uid)
@@ -111,7 +112,7 @@ class Engines:
             self.tell("ADDED", pod)
 
     def tell(self, what: str, pod: Mapping[str, Any]) -> None:
-        """An event of a watch."""
+        """Apply an event of a watch, of the type `what`."""
         uid = pod["metadata"]["uid"]
         if uid not in self._by_uid:
             if what != "DELETED" and _is_ready(pod):
@@ -152,7 +153,10 @@ def _is_ready(pod: Mapping[str, Any]) -> bool:
 
 
 async def _beat(engines: Engines) -> None:
-    """Engines that get no CPU say nothing about whoever asks them."""
+    """Record how late this process is itself.
+
+    Engines that get no CPU say nothing about whoever asks them.
+    """
     while True:
         due_s = time.monotonic() + BEAT_S
         await asyncio.sleep(BEAT_S)

@@ -27,7 +27,10 @@ PROGRAM: Final = GoProgram(
 MODULE: Final = "github.com/envoyproxy/gateway"
 IMAGE: Final = f"{REGISTRY}/envoy-gateway:{PROGRAM.version}"
 _FLAGS: Final = "-trimpath -p=2 -ldflags=-s"
-"""Two compilers at a time, as each may take a gigabyte; and no symbols in 200 MB."""
+"""Flags of Go.
+
+Two compilers run at a time, as each may take a gigabyte; a program of 200 MB has no symbols.
+"""
 
 
 def is_built(environment: Mapping[str, str]) -> bool:
@@ -35,12 +38,15 @@ def is_built(environment: Mapping[str, str]) -> bool:
 
 
 def chart(environment: Mapping[str, str]) -> Path:
-    """Where its chart is kept, with its CRDs and those of the Gateway API."""
+    """Return the folder of its chart, with its CRDs and those of the Gateway API."""
     return PROGRAM.place(environment).with_name("gateway-helm")
 
 
 def build(environment: Mapping[str, str]) -> None:
-    """What is missing of both. Raises `GoProgramError`, `subprocess.CalledProcessError`."""
+    """Build the program and fetch the chart, each if it is missing.
+
+    Raises `GoProgramError`, `subprocess.CalledProcessError`.
+    """
     flags = f"{environment.get('GOFLAGS', '')} {_FLAGS}".strip()
     static = {**environment, "CGO_ENABLED": "0", "GOFLAGS": flags}
     PROGRAM.build(static)
@@ -67,14 +73,14 @@ def build(environment: Mapping[str, str]) -> None:
 
 
 def _fill(folder: Path) -> None:
-    """What its release does to the chart: name the image."""
+    """Name the image in the chart, as its release does."""
     template = Template((folder / "values.tmpl.yaml").read_text(encoding="utf-8"))
     filled = template.substitute(GatewayImage=IMAGE, GatewayImagePullPolicy="IfNotPresent")
     (folder / "values.yaml").write_text(filled, encoding="utf-8")
 
 
 def main() -> int:
-    """1: it could not be built."""
+    """Build what is missing; return 0, or 1 if it could not be built."""
     os.nice(NICENESS)
     if not is_built(os.environ):
         print("building Envoy Gateway with Go: a quarter of an hour, once", file=sys.stderr)

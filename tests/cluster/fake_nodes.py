@@ -1,7 +1,7 @@
-"""Nodes that are none: kwok tells the API server that they and their pods run.
+"""Nodes that do not exist: kwok tells the API server that they and their pods run.
 
-Their pods have addresses of `ADDRESSES`, which the network of the cluster takes for its own, so that
-`tests.cluster.engines` can serve there. Both end with the process that started them.
+Their pods have addresses of `ADDRESSES`, which the network of the cluster takes for its own, so
+that `tests.cluster.engines` can serve there. Both end with the process that started them.
 """
 
 import asyncio
@@ -35,13 +35,13 @@ END_S_MAX: Final = 180.0
 
 
 class FakeEngines:
-    """What serves at the addresses of fake pods; of one namespace."""
+    """Engines that serve at the addresses of the fake pods of one namespace."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     async def seen(self) -> dict[str, Any]:
-        """What they saw since this was asked last: members of `engines.Seen`."""
+        """Return what engines saw since the last call: members of `engines.Seen`."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(b"\n")
@@ -51,7 +51,7 @@ class FakeEngines:
 
 @asynccontextmanager
 async def fake_nodes(node: Node, pods: int) -> AsyncIterator[None]:
-    """As many as `pods` need; nothing else is placed there."""
+    """Run as many fake nodes as `pods` need; nothing else is placed there."""
     program = KWOK.find(os.environ)
     names = [f"fake-{number}" for number in range(-(-pods // PODS_A_NODE_MAX))]
     _route("replace")
@@ -88,7 +88,10 @@ async def fake_nodes(node: Node, pods: int) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def fake_engines(space: Namespace, *flags: str) -> AsyncIterator[FakeEngines]:
-    """For the pods of `run_fake_models`; `flags` of `tests.cluster.engines`."""
+    """Yield engines that serve the pods of `fake_models`.
+
+    `flags` are those of `tests.cluster.engines`. Raises `ClusterError` if the engines do not begin.
+    """
     command = [sys.executable, "-m", "tests.cluster.engines", space.name, f"app={MODELS}"]
     process = await asyncio.create_subprocess_exec(
         *_inside(*command, *flags),
@@ -113,7 +116,7 @@ async def fake_engines(space: Namespace, *flags: str) -> AsyncIterator[FakeEngin
 
 @asynccontextmanager
 async def fake_models(space: Namespace, replicas: int) -> AsyncIterator[None]:
-    """The project's own manifest of simulated pods, placed on fake nodes; gone afterwards."""
+    """Run the project's own manifest of simulated pods on fake nodes; it is deleted afterwards."""
     text = (ROOT / "deploy/simulated-pods.yaml").read_text()
     (deployment,) = [one for one in yaml.safe_load_all(text) if one["kind"] == "Deployment"]
     deployment["spec"]["replicas"] = replicas
@@ -148,7 +151,10 @@ def _node(name: str, number: int) -> dict[str, Any]:
 
 
 def _inside(*command: str | Path) -> list[str]:
-    """In the network of the cluster, for as long as this process lives."""
+    """Return a command that runs `command` in the network of the cluster.
+
+    It ends with this process.
+    """
     enter, *flags = INSIDE
     # At the priority of pods, whose part they play, though tests run at a lower one.
     ordinary = ("nice", "-n", str(-os.nice(0)))
@@ -156,6 +162,9 @@ def _inside(*command: str | Path) -> list[str]:
 
 
 def _route(what: str) -> None:
-    """Addresses of fake pods are those of the cluster's network itself."""
+    """Make addresses of fake pods those of the cluster's network itself, or undo that.
+
+    `what` is "replace" or "del".
+    """
     command = [*INSIDE, "ip", "route", what, "local", ADDRESSES, "dev", "lo"]
     subprocess.run(command, check=what != "del", capture_output=True)

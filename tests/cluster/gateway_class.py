@@ -11,13 +11,13 @@ from tests.cluster.release import Namespace
 
 SYSTEM: Final = "envoy-gateway-system"
 CLASS: Final = "envoy"
-"""What the overlays name."""
+"""Class of gateways that the overlays name."""
 _RELEASE: Final = "envoy-gateway"
 _REQUESTS: Final = '{"cpu":"20m","memory":"64Mi"}'
 
 
 def install(node: Node) -> None:
-    """Install or upgrade it, until it runs. Raises `ClusterError`."""
+    """Install or upgrade Envoy Gateway, until it runs. Raises `ClusterError`."""
     space = Namespace(node, SYSTEM)
     space.helm(
         *("upgrade", "--install", _RELEASE, str(envoy_gateway.chart(node.environment))),

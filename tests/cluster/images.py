@@ -1,4 +1,4 @@
-"""Images without a container engine: layers are folders, an image is an archive that containerd reads.
+"""Images without a container engine: layers are folders, an image is an archive for containerd.
 
 Each image is kept by what it is made of, and made again when that has changed.
 """
@@ -25,16 +25,16 @@ from tests.release.roots import Root
 
 SUITE: Final = "bookworm"
 PACKAGES: Final = ("python3", "python3-venv", "python-is-python3", "ca-certificates")
-"""Its Python is older than that of the image that users have."""
+"""Packages of the base image. Its Python is older than that of the image that users have."""
 DOCKERFILE: Final = ROOT / "deploy/Dockerfile"
 PAUSE: Final = f"{REGISTRY}/pause:1"
 HOMING: Final = f"{REGISTRY}/homing:test"
 SIMULATOR: Final = f"{REGISTRY}/homing-sim:test"
 EARLIER: Final = f"{REGISTRY}/homing:earlier"
 EARLIER_COMMIT: Final = "9e21239e24794fe862a44b62a2d6aac744c91f7f"
-"""Stands for the version before: nothing is released yet."""
+"""Commit that stands for the version before: nothing is released yet."""
 ENVOY: Final = "docker.io/envoyproxy/envoy:distroless-v1.40.0"
-"""What the chart names."""
+"""Image of Envoy that the chart names."""
 NOBODY: Final = "65532:65532"
 _PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _INSTALLED: Final = "/opt/homing"
@@ -43,7 +43,7 @@ Tell = Callable[[str], None]
 
 
 class Images:
-    """Makes what is missing of them."""
+    """Maker of the images that are missing."""
 
     def __init__(self, place: Place, environment: Mapping[str, str], tell: Tell) -> None:
         self._place = place
@@ -52,7 +52,10 @@ class Images:
         self._used: set[Path] = set()
 
     def archives(self) -> dict[str, Path]:
-        """Name of the image -> its archive; those of earlier trees go. Raises `ClusterError`."""
+        """Return name of the image -> its archive, and delete archives of earlier trees.
+
+        Raises `ClusterError`.
+        """
         self._place.existing(self._place.images)
         self._used.clear()
         base = self._base()
@@ -99,7 +102,10 @@ class Images:
         return self._layer("envoy", [envoy], lay)
 
     def _envoy_gateway(self) -> Path:
-        """A static program needs nothing but the folders that it writes to."""
+        """Return the layer of Envoy Gateway.
+
+        A static program needs nothing but the folders that it writes to.
+        """
         program = envoy_gateway.PROGRAM
 
         def lay(into: Path) -> None:
@@ -111,7 +117,7 @@ class Images:
         return self._layer(program.name, [], lay, program.version)
 
     def _base(self) -> Path:
-        """What python:3.x-slim stands for."""
+        """Return the layer that stands for python:3.x-slim. Raises `ClusterError`."""
         mirror = _run(
             ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages"]
         ).split()
@@ -133,7 +139,7 @@ class Images:
         return self._layer("base", [], lay, SUITE, *PACKAGES)
 
     def _stage(self, base: Path, target: str) -> Path:
-        """What the stage `target` of deploy/Dockerfile lays over its base."""
+        """Return the layer that the stage `target` of deploy/Dockerfile puts over its base."""
         wanted = [DOCKERFILE, *(ROOT / name for name in ("pyproject.toml", "README.md", "LICENSE"))]
         wanted += [path for name in ("lock", "epp", "sim") for path in _files(ROOT / name)]
 
@@ -142,7 +148,7 @@ class Images:
         )
 
     def _earlier(self, base: Path) -> Path:
-        """The same of the picker, as it was."""
+        """Return the layer of the stage of the picker in the version before."""
 
         def lay(into: Path) -> None:
             with tempfile.TemporaryDirectory(dir=self._place.images) as scratch:
@@ -165,7 +171,7 @@ class Images:
     def _layer(
         self, name: str, sources: Sequence[Path], lay: Callable[[Path], None], *besides: str
     ) -> Path:
-        """An archive of what `lay` puts into a folder; kept by the content of `sources`."""
+        """Return an archive of what `lay` puts into a folder, kept by the content of `sources`."""
         digest = hashlib.sha256(repr((name, besides)).encode())
         for path in sources:
             digest.update(path.read_bytes())
@@ -189,7 +195,7 @@ class Images:
         return file
 
     def _archive(self, name: str, config: Mapping[str, Any], layers: Sequence[Path]) -> Path:
-        """The image `name` of `layers`, lowest first."""
+        """Return the archive of the image `name`, made of `layers`, lowest first."""
         key = hashlib.sha256(repr((name, config, [one.name for one in layers])).encode())
         short = name.rpartition("/")[2].partition(":")[0]
         file = self._place.images / f"image-{short}-{key.hexdigest()[:16]}.tar"
@@ -203,13 +209,13 @@ class Images:
 
 
 def has_earlier() -> bool:
-    """Whether this clone goes back to the version before."""
+    """Return whether this clone goes back to the version before."""
     command = ["git", "cat-file", "-e", EARLIER_COMMIT]
     return subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 0
 
 
 def unpack_earlier(into: Path) -> None:
-    """The tree of the version before."""
+    """Unpack the tree of the version before into the folder `into`."""
     archive = into / "tree.tar"
     _run(["git", "archive", "--output", str(archive), EARLIER_COMMIT], cwd=ROOT)
     _run(["tar", "-C", str(into), "-xf", str(archive)])
@@ -217,7 +223,7 @@ def unpack_earlier(into: Path) -> None:
 
 
 def _write_image(file: Path, name: str, config: Mapping[str, Any], layers: Sequence[Path]) -> None:
-    """An archive as `docker save` writes them."""
+    """Write an archive like those of `docker save`."""
     digests = [_digest(layer) for layer in layers]
     settings = json.dumps(
         {
@@ -258,7 +264,7 @@ def _made(folder: Path) -> Path:
 
 
 class _BaseRoot:
-    """A root of its own that begins as the base image."""
+    """Root of its own that begins as the base image."""
 
     def __init__(self, path: Path, base: Path) -> None:
         self.path = path
@@ -273,7 +279,7 @@ class _BaseRoot:
     def run(
         self, command: Sequence[str], *, environment: Mapping[str, str], folder: str = "/"
     ) -> subprocess.CompletedProcess[str]:
-        """Raises `ClusterError`. What it prints is of interest to nobody."""
+        """Run `command` in this root; its output is dropped. Raises `ClusterError` if it fails."""
         variables = [f"{name}={value}" for name, value in environment.items()]
         inside = ["chroot", str(self.path), "env", "-i", f"--chdir={folder}", *variables, *command]
         _run(inside)
@@ -281,7 +287,10 @@ class _BaseRoot:
 
 
 def _said(target: str) -> dict[str, Any]:
-    """The settings of the image that a stage of the Dockerfile becomes, over a base with `_PATH`."""
+    """Return the settings of the image that the stage `target` of the Dockerfile becomes.
+
+    Its base has `_PATH`.
+    """
     variables = {"PATH": _PATH}
     said: dict[str, Any] = {}
     for name, text in dockerfile.stages_of(DOCKERFILE.read_text(encoding="utf-8"))[target]:
@@ -299,7 +308,7 @@ def _said(target: str) -> dict[str, Any]:
 def _run(
     command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> str:
-    """What it prints. Raises `ClusterError` with its last words."""
+    """Return what `command` prints. Raises `ClusterError` with its last words."""
     done = subprocess.run(
         command,
         cwd=cwd,

@@ -1,7 +1,8 @@
-"""Clients inside the cluster: `python -m tests.cluster.load URL`, which tells what became of each request.
+"""Clients inside the cluster, which tell what became of each request.
 
-Short requests at an even rate, over kept and over new connections, and long streams beside them,
-until standard input ends and the streams have; then it prints one JSON object.
+`python -m tests.cluster.load URL` sends short requests at an even rate, over kept and over new
+connections, and long streams beside them, until standard input ends and the streams have; then it
+prints one JSON object.
 """
 
 import argparse
@@ -18,18 +19,18 @@ BEGIN_S_MAX: Final = 15.0
 ASK_S_MAX: Final = 20.0
 STREAM_S_MAX: Final = 120.0
 TOKENS_A_SECOND: Final = 100
-"""Of the simulated pods, about."""
+"""Approximate rate at which the simulated pods send the tokens of a stream."""
 _PROMPT: Final = "You are helper {who}. " + "Rules of the house. " * 60 + "Question {number}."
 
 
 class Load:
-    """What is asked of `url`, and what came of it."""
+    """Requests and streams of `url`, with what came of them."""
 
     def __init__(self, url: str, model: str, stream_s: float) -> None:
         self.outcomes: Counter[str] = Counter()
         self.streams: Counter[str] = Counter()
         self.spans_s: dict[str, list[float]] = {}
-        """Outcome -> when the first and the last of it came, in seconds since the beginning."""
+        """Outcome -> times of the first and the last of it, in seconds since the beginning."""
         self.times_s: list[float] = []
         self._url = f"{url}/v1/completions"
         self._model = model
@@ -37,7 +38,7 @@ class Load:
         self._began_s = time.monotonic()
 
     async def ask(self, session: ClientSession, number: int) -> None:
-        """One short request."""
+        """Send one short request and count its outcome."""
         body = self._body(number, max_tokens=4)
         began_s = time.monotonic()
         try:
@@ -51,7 +52,7 @@ class Load:
             self.times_s.append(time.monotonic() - began_s)
 
     async def stream(self, session: ClientSession, number: int) -> None:
-        """One answer that takes about `stream_s`, watched to its end."""
+        """Ask for one answer that takes about `stream_s`, and watch it to its end."""
         tokens = int(self._stream_s * TOKENS_A_SECOND)
         body = self._body(number, max_tokens=tokens, stream=True, ignore_eos=True)
         outcome = "cut"
@@ -77,7 +78,7 @@ class Load:
         self.spans_s.setdefault(outcome, [after_s, after_s])[1] = after_s
 
     def told(self) -> dict[str, object]:
-        """What is printed."""
+        """Return what is printed."""
         times_s = sorted(self.times_s) or [0.0]
         return {
             "requests": dict(self.outcomes),
@@ -89,7 +90,11 @@ class Load:
 
 
 async def _model(session: ClientSession, url: str) -> str:
-    """Once it answers: what a Service names is programmed a moment after its pods are ready."""
+    """Return the name of the model once `url` answers.
+
+    A Service is programmed a moment after its pods are ready. The last error is raised if there is
+    no answer within `BEGIN_S_MAX`.
+    """
     deadline_s = time.monotonic() + BEGIN_S_MAX
     while True:
         try:
@@ -102,7 +107,10 @@ async def _model(session: ClientSession, url: str) -> str:
 
 
 async def _input_ended() -> None:
-    """Watched by the loop: a thread that reads would outlive an error."""
+    """Wait until standard input ends.
+
+    The loop watches it: a thread that reads would outlive an error.
+    """
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     transport, _ = await loop.connect_read_pipe(
@@ -113,7 +121,7 @@ async def _input_ended() -> None:
 
 
 async def run(url: str, rate_per_s: float, streams: int, stream_s: float) -> dict[str, object]:
-    """Until standard input ends."""
+    """Send requests until standard input and the streams end; return what became of them."""
     timeout = ClientTimeout(total=ASK_S_MAX)
     ended = asyncio.create_task(_input_ended(), name="standard input")
     async with (

@@ -1,9 +1,9 @@
-"""`make cluster-many`: the picker in front of hundreds of pods that come and go, measured.
+"""Measurement of the picker in front of hundreds of pods that come and go: `make cluster-many`.
 
-`python -m tests.cluster.many [--write FILE] [PODS...]`. The chart with an InferencePool of its own and
-an Envoy beside the picker, pods on nodes that kwok plays, a simulated engine behind each address
-(`tests.cluster.engines`). Clients ask at an even rate while ten pods are deleted every second, drawn
-from all, and their ReplicaSet makes ten others.
+`python -m tests.cluster.many [--write FILE] [PODS...]`. It takes the chart with an InferencePool of
+its own and an Envoy beside the picker, pods on nodes that kwok plays, and a simulated engine behind
+each address (`tests.cluster.engines`). Clients ask at an even rate while ten pods are deleted every
+second, drawn from all, and their ReplicaSet makes ten others.
 """
 
 import argparse
@@ -40,7 +40,7 @@ BEGIN_S_MAX: Final = 240.0
 SETTLE_S_MAX: Final = 60.0
 POLL_S: Final = 1.0
 MARKS: Final = ("<!-- many, by `make cluster-many` -->", "<!-- end of many -->")
-"""Between them `--write` puts the table."""
+"""Marks of a page between which `--write` puts the table."""
 _HEAD: Final = (
     "endpoints",
     "pods replaced",
@@ -58,7 +58,7 @@ _HEAD: Final = (
 
 
 class Picker(Struct, frozen=True):
-    """What the picker says of itself at one instant."""
+    """Metrics that the picker shows of itself at one instant."""
 
     at_s: float
     cpu_s: float
@@ -68,31 +68,31 @@ class Picker(Struct, frozen=True):
     inflight: float
     repairs: float
     lag: Mapping[float, float]
-    """Upper bound of seconds -> beats of the event loop that were no later."""
+    """Upper bound in seconds -> beats of the event loop that were no later."""
     series: int
     endpoints: frozenset[str]
-    """That any series names."""
+    """Endpoints that any series names."""
 
 
 class Measured(Struct, frozen=True, kw_only=True):
-    """One size."""
+    """Result for one number of pods."""
 
     pods: int
     replaced: int
     outcomes: Mapping[str, int]
     at_rest: tuple[Picker, Picker]
-    """Nobody asks and nothing changes between them."""
+    """Two instants between which nobody asks and nothing changes."""
     changing: tuple[Picker, Picker]
     settled: Picker
-    """After the last change, with nothing in flight."""
+    """Instant after the last change, with nothing in flight."""
     begun: Mapping[str, Any]
-    """What engines saw while the pool grew from none."""
+    """Observations of engines (members of `engines.Seen`) while the pool grew from none."""
     seen: Mapping[str, Any]
-    """What they saw of the changes."""
+    """Observations of engines (members of `engines.Seen`) after that, among them of the changes."""
     live: frozenset[str]
     """Pods that the API server has in the end."""
     shown: frozenset[str]
-    """Endpoints that the picker shows then."""
+    """Endpoints that the picker shows in the end."""
 
     @property
     def lost(self) -> int:
@@ -102,7 +102,10 @@ class Measured(Struct, frozen=True, kw_only=True):
 async def measure(
     node: Node, folder: Path, *, pods: int, churn_s: int = CHURN_S, seed: int = 1
 ) -> Measured:
-    """Takes the cluster for some minutes. Raises `ClusterError`, `GoProgramError`, AssertionError."""
+    """Measure the picker with `pods` endpoints, which takes the cluster for some minutes.
+
+    Raises `ClusterError`, `GoProgramError`, AssertionError.
+    """
     with namespace(node, f"many-{pods}") as space:
         define_pools(node)
         space.install(
@@ -149,7 +152,10 @@ async def _measure(
 
 
 def define_pools(node: Node) -> None:
-    """The published definition of InferencePool, of the folder of shared data."""
+    """Define InferencePool as published, from the folder of shared data.
+
+    Raises `ClusterError` if that folder is not there.
+    """
     beside = Path(__file__).parents[3] / "shared"
     folder = Path(os.environ.get("HOMING_SHARED", beside)) / "crds"
     if not folder.is_dir():
@@ -158,7 +164,7 @@ def define_pools(node: Node) -> None:
 
 
 async def _replace(space: Namespace, pods: int, random: Random) -> int:
-    """Delete so many, ten a second; their ReplicaSet makes others."""
+    """Delete `pods` pods, ten a second, and return their number; their ReplicaSet makes others."""
     names: list[str] = []
     due_s = time.monotonic()
     for _ in range(pods // CHANGES_A_SECOND):
@@ -173,14 +179,17 @@ async def _replace(space: Namespace, pods: int, random: Random) -> int:
 
 
 def _names(space: Namespace) -> list[str]:
-    """Of fake pods that are not terminating."""
+    """Return the names of fake pods that are not terminating."""
     path = f"/api/v1/namespaces/{space.name}/pods?labelSelector=app%3D{MODELS}"
     found = json.loads(space.node.kubectl("get", "--raw", path))["items"]
     return [pod["metadata"]["name"] for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
 
 async def _ready(space: Namespace, pods: int, s_max: float) -> None:
-    """Until the picker knows that many, has read the page of each, and so many are there."""
+    """Wait until the picker knows `pods` endpoints and has read the page of each.
+
+    It waits until exactly `pods` pods exist, too. Raises `ClusterError` after `s_max` seconds.
+    """
     deadline_s = time.monotonic() + s_max
     while True:
         told = await _picker(space)
@@ -205,7 +214,7 @@ async def _after(rest_s: float, space: Namespace) -> Picker:
 
 
 def _page(space: Namespace, path: str) -> str:
-    """Of the picker, by way of the API server."""
+    """Return a page of the picker, by way of the API server."""
     port = f"/api/v1/namespaces/{space.name}/services/http:{NAME}:9090/proxy/{path}"
     return space.node.kubectl("get", "--raw", port)
 
@@ -240,13 +249,13 @@ async def _picker(space: Namespace) -> Picker:
 
 
 def cores(between: tuple[Picker, Picker]) -> float:
-    """CPU that the picker took, of one core."""
+    """Return the CPU that the picker took, as a share of one core."""
     first, last = between
     return (last.cpu_s - first.cpu_s) / (last.at_s - first.at_s)
 
 
 def late_s(between: tuple[Picker, Picker], share: float) -> float:
-    """Upper bound of what `share` of the loop's beats were late by."""
+    """Return an upper bound of the delay of `share` of the loop's beats, in seconds."""
     first, last = between
     counts = {bound: beats - first.lag[bound] for bound, beats in last.lag.items()}
     wanted = share * max(counts.values())
@@ -254,7 +263,7 @@ def late_s(between: tuple[Picker, Picker], share: float) -> float:
 
 
 def cells(told: Measured) -> Sequence[str]:
-    """A row of the table."""
+    """Return a row of the table."""
     first_page_s = told.seen["first_page_s"]
     megabytes = (f"{at.resident_bytes / 1e6:.0f} MB" for at in (told.changing[0], told.settled))
     return (
@@ -273,13 +282,13 @@ def cells(told: Measured) -> Sequence[str]:
 
 
 def as_markdown(rows: Sequence[Measured]) -> str:
-    """The table."""
+    """Return the table."""
     lines = [_HEAD, ("---:",) * len(_HEAD), *map(cells, rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0: measured. 1: it could not be."""
+    """Measure all sizes; return 0, or 1 if one could not be measured."""
     parser = argparse.ArgumentParser(prog="python -m tests.cluster.many", description=__doc__)
     parser.add_argument("pods", nargs="*", type=int, default=SIZES, help="endpoints of each row")
     parser.add_argument("--write", type=Path, metavar="FILE", help="a page with the marks")

@@ -1,4 +1,4 @@
-"""The network namespace without a way out, and what is to be put back when it goes."""
+"""Network namespace without a way out, and what is to be put back when it goes."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ _OF_THE_MACHINE: Final = (
     "kernel/keys/root_maxkeys",
     "kernel/keys/root_maxbytes",
 )
-"""What the kubelet sets for everybody."""
+"""Settings that the kubelet changes for everybody."""
 
 
 def exists() -> bool:
@@ -25,7 +25,10 @@ def exists() -> bool:
 
 
 def create() -> None:
-    """A pair of links, both ends inside: some kernels have no dummy. The other end drops what it gets."""
+    """Create the namespace with a pair of links, both ends inside: some kernels have no dummy.
+
+    The other end drops what it gets.
+    """
     _run("ip", "netns", "add", NETWORK)
     for command in (
         "ip link set lo up",
@@ -41,7 +44,7 @@ def create() -> None:
 
 
 def remove() -> None:
-    """It, and those of pods."""
+    """Remove the namespace of the cluster and those of pods."""
     found = Path("/run/netns")
     names = sorted(path.name for path in found.iterdir()) if found.exists() else []
     for name in names:
@@ -50,7 +53,10 @@ def remove() -> None:
 
 
 def remember_settings(file: Path) -> None:
-    """Of the whole machine; kept as they were before the first of several starts."""
+    """Write settings of the whole machine to `file`.
+
+    They are kept as they were before the first of several starts.
+    """
     if not file.exists():
         kept = {name: Path("/proc/sys", name).read_text() for name in _OF_THE_MACHINE}
         file.write_text(json.dumps(kept))

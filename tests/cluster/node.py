@@ -40,11 +40,14 @@ _PARTS: Final = (
     *("kubelet", "kube-proxy", "coredns", "kube-scheduler", "kube-controller-manager"),
     *("containerd", "kube-apiserver", "etcd"),
 )
-"""In the order in which they end: an API server without its store takes a minute to."""
+"""Parts in the order in which they end.
+
+An API server without its store takes a minute to end.
+"""
 
 
 def missing() -> str:
-    """What this machine lacks, in one sentence; "" if it lacks nothing."""
+    """Return what this machine lacks, in one sentence; "" if it lacks nothing."""
     if os.geteuid() != 0:
         return "a cluster needs root: namespaces, mounts and cgroups are made"
     (told,) = [
@@ -64,12 +67,12 @@ def missing() -> str:
 
 
 class Node:
-    """The cluster of `place`; none, one that runs, or the ruins of one."""
+    """Cluster of `place`: none, one that runs, or the ruins of one."""
 
     def __init__(self, place: Place, environment: Mapping[str, str], tell: Tell) -> None:
         self.place = place
         self.environment = {**environment, "KUBECONFIG": str(place.kubeconfig)}
-        """Of commands that ask it."""
+        """Environment of commands that ask the cluster."""
         self._environment = environment
         self._tell = tell
         self._daemons = {name: Daemon(name, place.run, place.logs) for name in _PARTS}
@@ -80,12 +83,15 @@ class Node:
 
     @property
     def built(self) -> bool:
-        """Everything that takes long to build is there."""
+        """True if everything that takes long to build is there."""
         folder = binaries.cache_folder(self._environment)
         return all((folder / name).exists() for name in (*_BUILT, "coredns"))
 
     def up(self) -> None:
-        """Until the node is Ready and has the images. Raises `ClusterError`; nothing is left then."""
+        """Bring the cluster up, until the node is Ready and has the images.
+
+        Raises `ClusterError`. A cluster that does not start leaves nothing behind.
+        """
         if not self.runs:
             self.down()
             built = self._built()
@@ -109,7 +115,7 @@ class Node:
                 mark.touch()
 
     def down(self) -> None:
-        """End everything of it, and put back what was the machine's; also after a crash."""
+        """End all of the cluster, and put back what was the machine's; also after a crash."""
         for name in _PARTS[:-3]:
             self._daemons[name].end(GRACE_S)
         if self._daemons["containerd"].number:
@@ -129,7 +135,10 @@ class Node:
         shutil.rmtree(self.place.containerd_socket.parent, ignore_errors=True)
 
     def kubectl(self, *arguments: str, check: bool = True, stdin: str | None = None) -> str:
-        """What it prints. Raises `ClusterError` with its last words."""
+        """Run kubectl and return what it prints.
+
+        Raises `ClusterError` with its last words if it fails and `check` is set.
+        """
         command = [*INSIDE, str(tools_of(HELM_3) / "kubectl"), *arguments]
         done = subprocess.run(
             command,
@@ -144,19 +153,22 @@ class Node:
         return done.stdout
 
     def get(self, *arguments: str) -> Any:
-        """Objects, as JSON."""
+        """Return objects, as JSON."""
         return json.loads(self.kubectl("get", "-o", "json", *arguments))
 
     def kill(self, container: str) -> None:
-        """SIGKILL to the first process of the container of this id."""
+        """Send SIGKILL to the first process of the container of this id."""
         self._ctr("tasks", "kill", "-s", "KILL", container)
 
     def stop_api_server(self, *, resume: bool = False) -> None:
-        """It stands still as a process; connections to it stay open and nothing is answered."""
+        """Suspend the process of the API server, or `resume` it.
+
+        Connections to it stay open meanwhile, and nothing is answered.
+        """
         self._daemons["kube-apiserver"].signal(signal.SIGCONT if resume else signal.SIGSTOP)
 
     def _built(self) -> tuple[Path, Path]:
-        """Folder of Kubernetes' binaries, and CoreDNS."""
+        """Return the folder of Kubernetes' binaries, and CoreDNS; build what is missing."""
         if not self.built:
             self._tell("building Kubernetes with Go: a quarter of an hour to half an hour, once")
         built = binaries.build(self._environment, _BUILT)
@@ -229,7 +241,10 @@ def _unmount(*folders: Path) -> None:
 
 
 def _remove_groups(folder: Path) -> None:
-    """Of cgroups, which have files that nobody may remove."""
+    """Remove cgroups, folder by folder: they have files that nobody may remove.
+
+    Processes of the inner ones are killed.
+    """
     for inner in sorted(folder.rglob("*"), reverse=True):
         if inner.is_dir():
             _end_processes(inner)

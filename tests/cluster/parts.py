@@ -1,4 +1,4 @@
-"""What a node runs: the command of each part, and the files that it reads."""
+"""Parts that a node runs: the command of each, and the files that they read."""
 
 import json
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ PODS_MAX: Final = 110
 
 
 def commands(place: Place, binaries: Path, coredns: Path) -> Mapping[str, list[str]]:
-    """Name -> command, in the order in which they start."""
+    """Return name -> command, in the order in which they start."""
     signed = place.certificates
 
     def known(name: str) -> list[str]:
@@ -97,7 +97,7 @@ def commands(place: Place, binaries: Path, coredns: Path) -> Mapping[str, list[s
 
 
 def write_files(place: Place) -> None:
-    """Certificates, kubeconfigs and settings."""
+    """Write certificates, kubeconfigs and settings."""
     folders = [place.run / name for name in ("cni", "kubelet", "manifests")]
     place.existing(place.logs, place.certificates, *folders, place.containerd_socket.parent)
     certificates.write(place.certificates)
@@ -115,7 +115,10 @@ def write_files(place: Place) -> None:
 
 
 def _pod_network(place: Place) -> dict[str, object]:
-    """A link for each pod: no bridge, which would need a module of the kernel."""
+    """Return the settings of a network with a link for each pod.
+
+    It has no bridge, which would need a module of the kernel.
+    """
     addresses = {
         "type": "host-local",
         "dataDir": str(place.run / "ipam"),

@@ -1,4 +1,4 @@
-"""Where the cluster keeps what it makes, and the addresses that it has inside its namespace."""
+"""Folders of what the cluster makes, and the addresses that it has inside its namespace."""
 
 import os
 from collections.abc import Mapping
@@ -7,32 +7,32 @@ from pathlib import Path
 from typing import Final
 
 NETWORK: Final = "homing-cluster"
-"""The network namespace that all of it lives in; no interface of it leads out."""
+"""Network namespace that all of the cluster lives in; no interface of it leads out."""
 NODE: Final = "node1"
 NODE_ADDRESS: Final = "10.77.0.1"
 NODE_PREFIX: Final = 24
 POD_NETWORK: Final = "10.78.0.0/24"
 SERVICE_NETWORK: Final = "10.96.0.0/16"
 SERVICE_ADDRESS: Final = "10.96.0.1"
-"""Of the API server, the first of `SERVICE_NETWORK`."""
+"""Address of the API server, the first of `SERVICE_NETWORK`."""
 DOMAIN: Final = "cluster.local"
 REGISTRY: Final = "registry.example.com"
-"""Nobody asks it: images are there before anything wants one."""
+"""Registry that nobody asks: images are there before anything wants one."""
 
 
 class ClusterError(Exception):
-    """Why there is no cluster: one sentence."""
+    """Error that says in one sentence why there is no cluster."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Folders. `run` goes with the cluster, the others stay: logs until the next one."""
+    """Folders of the cluster. `run` goes with it; the others stay, logs until the next one."""
 
     root: Path
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "Place":
-        """`HOMING_CLUSTER`, else a folder of the cache."""
+        """Return the place that `HOMING_CLUSTER` names, else a folder of the cache."""
         told = environment.get("HOMING_CLUSTER")
         caches = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "~"), ".cache")
         return cls(Path(told) if told else Path(caches).expanduser() / "homing" / "cluster")
@@ -55,7 +55,7 @@ class Place:
 
     @property
     def kubeconfig(self) -> Path:
-        """Of the administrator."""
+        """Kubeconfig of the administrator."""
         return self.run / "admin.yaml"
 
     @property

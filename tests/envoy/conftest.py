@@ -34,7 +34,7 @@ class Wired(Struct):
 
     @property
     def pod(self) -> Pod:
-        """The only one."""
+        """Return the only pod; there must be exactly one."""
         (pod,) = self.pods
         return pod
 
@@ -45,14 +45,14 @@ class Wired(Struct):
 
 @pytest.fixture
 async def opened() -> AsyncIterator[AsyncExitStack]:
-    """What a test enters here is left when it ends, in reverse order."""
+    """Yield a stack; the contexts that a test enters in it are left, last one first, at its end."""
     async with AsyncExitStack() as stack:
         yield stack
 
 
 @pytest.fixture(params=TRANSPORTS)
 def transport(request) -> str:
-    """What carries gRPC to the picker."""
+    """Return the name of the transport that carries gRPC to the picker."""
     return request.param
 
 

@@ -1,4 +1,7 @@
-"""A small HTTP/2 client that opens extended CONNECT streams (RFC 8441); no other client here can."""
+"""A small HTTP/2 client that opens extended CONNECT streams (RFC 8441).
+
+No other client here can open them.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -36,7 +39,7 @@ class Http2Client:
 
     @property
     def takes_extended_connect(self) -> bool:
-        """Whether the server announced SETTINGS_ENABLE_CONNECT_PROTOCOL."""
+        """Return True if the server announced SETTINGS_ENABLE_CONNECT_PROTOCOL."""
         return (self.settings or {}).get(SettingCodes.ENABLE_CONNECT_PROTOCOL) == 1
 
     async def open(self, headers: Sequence[tuple[str, str]]) -> int:
@@ -97,7 +100,7 @@ class Http2Client:
 
 @asynccontextmanager
 async def http2_client(port: int) -> AsyncIterator[Http2Client]:
-    """A client whose connection to `port` of loopback has the server's settings."""
+    """Yield a client of `port` on loopback that has received the server's settings."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     client = Http2Client(reader, writer)
     try:

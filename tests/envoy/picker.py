@@ -109,7 +109,7 @@ class Witness:
         pass
 
     def assert_clean(self) -> None:
-        """The gateway kept to the protocol, and no stream of the picker failed."""
+        """Assert that the gateway kept to the protocol and that no stream of the picker failed."""
         assert self.violations == []
         assert len(self.stream_codes) == self.streams_opened
         assert set(self.stream_codes) <= {"OK", "CANCELLED"}
@@ -148,7 +148,7 @@ class Picker:
         self.address = f"127.0.0.1:{port}"
 
     async def stop(self) -> None:
-        """Cut what is still open."""
+        """Stop serving, and cut the streams that are still open."""
         self._health.close()
         await self._stack.aclose()
 
@@ -157,11 +157,11 @@ class Picker:
         return self.scheduler.ledger.open_leases
 
     def serve(self, pods: Sequence[Pod]) -> None:
-        """The pool is now `pods`, all ready, none scraped."""
+        """Replace the pool by `pods`; all are ready and none is scraped."""
         self.serve_addresses({pod.name: pod.address for pod in pods})
 
     def serve_addresses(self, addresses: dict[str, str]) -> None:
-        """The pool is now these, name to "ip:port"."""
+        """Replace the pool by endpoints at these addresses, "ip:port" by name."""
         endpoints = [
             Endpoint(endpoint_id=name, name=name, address=address)
             for name, address in addresses.items()
@@ -169,7 +169,7 @@ class Picker:
         self.scheduler.take(PoolReplaced(endpoints), time.monotonic())
 
     def saturate(self) -> None:
-        """As if every endpoint had just reported a long queue."""
+        """Report a long queue and a full cache for every endpoint."""
         full = EndpointMetrics(waiting_requests=1_000, running_requests=1_000, kv_cache_usage=1.0)
         for slot, _ in self.scheduler.pool.endpoints():
             self.scheduler.take(PageScraped(slot, full), time.monotonic())

@@ -22,7 +22,10 @@ class EppProcess:
     def __init__(
         self, log: Path, *flags: str, environment: Mapping[str, str] | None = None
     ) -> None:
-        """On free ports, at each start with `flags`, and `environment` instead of ours."""
+        """Choose free ports; the process gets `flags` at each start.
+
+        `environment` replaces the environment of the tests; None means that it inherits that one.
+        """
         self.port, self.health_port, self.metrics_port = free_ports(3)
         self.address = f"127.0.0.1:{self.port}"
         self.metrics_url = f"http://127.0.0.1:{self.metrics_port}/metrics"
@@ -49,7 +52,7 @@ class EppProcess:
         assert self.alive, self.log_text()
 
     async def is_ready(self) -> bool:
-        """The answer of gRPC health to "readiness"."""
+        """Return True if gRPC health reports "readiness" as SERVING; False also on an RPC error."""
         request = health_pb2.HealthCheckRequest(service="readiness").SerializeToString()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{self.health_port}") as channel:
             try:
@@ -62,11 +65,11 @@ class EppProcess:
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
+        """Send the signal `number` to the process."""
         self._running().send_signal(number)
 
     def terminate(self) -> None:
-        """Ask it to drain."""
+        """Ask the process to drain, by SIGTERM."""
         self.signal(signal.SIGTERM)
 
     async def kill(self) -> None:
@@ -95,7 +98,7 @@ class EppProcess:
 async def running_epp(
     directory: Path, pods: Sequence[Pod], *flags: str
 ) -> AsyncIterator[EppProcess]:
-    """`epp serve` for `pods` on free ports, killed in the end if nobody ended it before."""
+    """Yield an `epp serve` for `pods` on free ports; kill it at the end if it still runs."""
     endpoints = [{"name": pod.name, "address": "127.0.0.1", "port": pod.port} for pod in pods]
     file = directory / "endpoints.yaml"
     file.write_text(yaml.safe_dump({"endpoints": endpoints}))

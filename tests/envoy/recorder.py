@@ -1,6 +1,6 @@
-"""Stands between Envoy and the picker and notes what is said, without taking part.
+"""Recorder between Envoy and the picker, which notes their messages and changes none.
 
-Messages pass as the bytes they are; they are read with `envoy-data-plane`, which shares no code
+Messages pass as unchanged bytes; they are read with `envoy-data-plane`, which shares no code
 with the codec of the picker.
 """
 
@@ -25,19 +25,19 @@ _OPTIONS = [
 
 
 class RecordedStream:
-    """One ext_proc stream: what Envoy asked, what the picker answered, in order."""
+    """One ext_proc stream: Envoy's questions and the picker's answers, in order."""
 
     def __init__(self) -> None:
         self.asked: list[ProcessingRequest] = []
         self.answered: list[ProcessingResponse] = []
         self.order: list[str] = []
-        """All of it: "> request_headers" is Envoy asking, "< request_headers" the answer."""
+        """All messages: "> request_headers" is Envoy's question, "< request_headers" the answer."""
         self.half_closed = False
-        """Envoy has said that it will send no more."""
+        """True once Envoy has announced that it will send no more."""
         self.cut = False
-        """Envoy reset the stream."""
+        """True once Envoy has reset the stream."""
         self.status: grpc.StatusCode | None = None
-        """How the picker ended it."""
+        """Status with which the picker ended the stream; None while it has not."""
 
     @property
     def over(self) -> bool:
@@ -52,11 +52,11 @@ class RecordedStream:
         self.order.append(f"< {betterproto2.which_one_of(message, 'response')[0]}")
 
     def count(self, entry: str) -> int:
-        """How often `entry` happened, e.g. "> response_body"."""
+        """Return the number of times that `entry` happened, e.g. "> response_body"."""
         return self.order.count(entry)
 
     def destination(self) -> str:
-        """What the picker put into the header that ORIGINAL_DST reads; "" if nothing."""
+        """Return what the picker put into the header that ORIGINAL_DST reads; "" if nothing."""
         for answer in self.answered:
             phase = answer.request_headers or answer.request_body
             mutation = phase and phase.response and phase.response.header_mutation
@@ -120,7 +120,7 @@ async def _forward(requests: AsyncIterator[bytes], call: Any, stream: RecordedSt
 
 @asynccontextmanager
 async def recording(picker_address: str) -> AsyncIterator[Recorder]:
-    """A recorder, plaintext on both sides, in front of the picker at `picker_address`."""
+    """Yield a recorder, plaintext on both sides, in front of the picker at `picker_address`."""
     async with grpc.aio.insecure_channel(picker_address, options=_OPTIONS) as channel:
         recorder = Recorder(channel)
         server = grpc.aio.server(options=_OPTIONS)

@@ -7,42 +7,42 @@ from tests.peers.workload import hit_rate
 
 
 class Comparison(NamedTuple):
-    """What a peer and one of our strategies did with the same requests."""
+    """Choices of a peer and of one of our strategies for the same requests."""
 
     peer: str
     policy: str
     strategy: str
     order: tuple[str, ...]
     went: tuple[str, ...]
-    """By request: the pod that the peer chose."""
+    """The pod that the peer chose, by request."""
     allowed: tuple[frozenset[str], ...]
-    """By request: those that our strategy might have chosen, knowing what the peer chose before."""
+    """Pods that our strategy might have chosen after the peer's earlier choices, by request."""
     ours: tuple[str, ...]
-    """By request: the pod that our strategy chose on its own."""
+    """The pod that our strategy chose on its own, by request."""
     hits: tuple[float, float]
     """Share of prompt tokens that were cached: the peer's, read at the pods, and ours."""
     note: str = ""
 
     @property
     def disagreed(self):
-        """Numbers of the requests that our strategy would not have sent where the peer did."""
+        """Return numbers of requests that our strategy would not have sent where the peer did."""
         return [at for at, (pod, some) in enumerate(self._pairs()) if pod not in some]
 
     @property
     def decided(self):
-        """How many requests our strategy leaves no choice for."""
+        """Return the number of requests for which our strategy allows exactly one pod."""
         return sum(len(some) == 1 for some in self.allowed)
 
     @property
     def shares(self):
-        """Share of the requests by pod, in the peer's order: (the peer's, ours)."""
+        """Return the share of requests by pod, in the peer's order: (the peer's, ours)."""
         return tuple(
             tuple(Counter(chosen)[pod] / len(chosen) for pod in self.order)
             for chosen in (self.went, self.ours)
         )
 
     def row(self):
-        """The cells of one line of the table."""
+        """Return the cells of one line of the table."""
         theirs, ours = (" : ".join(f"{100 * share:.0f}" for share in one) for one in self.shares)
         agreed = len(self.went) - len(self.disagreed)
         return (
@@ -75,7 +75,7 @@ HEADINGS = (
 async def compare(peer_name, policy, strategy, steps, peer, make_ours, note=""):
     """Send `steps` to `peer`; then to our strategy, which follows; then to it alone.
 
-    `make_ours`: a fresh one, given the peer's order of pods.
+    `make_ours` returns a fresh strategy for the peer's order of pods.
     """
     went = tuple([await peer.send(step) for step in steps])
     measured = await peer.hit_rate()

@@ -22,16 +22,16 @@ from tests.envoy.rig import free_ports, start_process, until
 from tests.rivals.driven import settings_of
 
 PLACE = Path(__file__).parents[2] / ".peers"
-"""Where `make peers` installs them."""
+"""Folder into which `make peers` installs the peers."""
 PODS = 3
 _MODEL = "m"
 _DRAWS = 128
-"""How often a picker is asked whom it might choose; one that has an even chance with two
-others it misses once in 10^22."""
+"""Number of times that a picker is asked for its choice. A pod that has an even chance with two
+others is missed once in 10^22."""
 
 
 class Peer:
-    """A running router: what it is sent is a stream that stays open until it is ended."""
+    """A running router; each request sent to it is a stream that stays open until it is ended."""
 
     def __init__(self, client, port, urls, key_header):
         self._client = client
@@ -43,7 +43,7 @@ class Peer:
         """Names of pods, in the order of the peer's own list."""
 
     async def is_ready(self):
-        """Whether it knows all pods, and takes all for healthy."""
+        """Return True if the peer knows all pods and takes all for healthy."""
         try:
             workers = await self._workers()
         except aiohttp.ClientError:
@@ -52,7 +52,7 @@ class Peer:
         return len(workers) == PODS and all(worker["is_healthy"] for worker in workers)
 
     async def send(self, step):
-        """The pod that `step` reaches; it is in flight from then on."""
+        """Send `step` and return the pod that it reaches; it is in flight from then on."""
         self.end(step.ends)
         await self._settle()
         headers = {self._key_header: step.key} if self._key_header and step.key else {}
@@ -75,7 +75,7 @@ class Peer:
         return pod[1]
 
     def end(self, requests=None):
-        """Leave so many of those in flight, the oldest first; None: all."""
+        """Close that many requests in flight, the oldest first; None closes all."""
         for _, response in self._inflight[:requests]:
             response.close()
         del self._inflight[:requests]
@@ -91,7 +91,7 @@ class Peer:
         await until(settled, f"the peer to count {dict(expected)}")
 
     async def hit_rate(self):
-        """Share of all prompt tokens so far that the pods found in their caches."""
+        """Return the share of all prompt tokens so far that the pods found in their caches."""
         hits = queries = 0.0
         for url in self._urls:
             async with self._client.get(f"{url}/metrics") as response:
@@ -111,7 +111,10 @@ def _counter(page, name):
 
 @asynccontextmanager
 async def running_peer(folder, module, *flags, key_header=""):
-    """The router of `module` before fresh pods, both processes; the log is printed at the end."""
+    """Yield the router of `module` before fresh pods; both are processes.
+
+    The end of their log is printed at the end.
+    """
     found, log = folder / "endpoints.json", folder / "log.txt"
     port, metrics_port = free_ports(2)
     processes = [
@@ -162,7 +165,7 @@ async def running_peer(folder, module, *flags, key_header=""):
 
 
 class _Follower:
-    """Chooses as it is told, and remembers whom the strategy's own picker might have chosen."""
+    """A picker that chooses as it is told and remembers what the strategy's picker might choose."""
 
     def __init__(self, picker):
         self._picker = picker
@@ -178,7 +181,7 @@ class _Follower:
         return chosen[:1]
 
     def draw(self, draws):
-        """Pod -> how often the picker takes it, if it is asked so often in the latest state."""
+        """Return how often the picker takes each pod in `draws` draws from the latest state."""
         scores, candidates, rotation = self._latest
         names = [endpoint.name for endpoint in candidates.endpoints]
         return Counter(
@@ -191,7 +194,10 @@ class Ours:
     """A strategy over pods of the names `order`. Time stands still."""
 
     def __init__(self, config, order, *, seed=1, key_header="", metrics=None):
-        """`config`: a strategy's name, or a configuration; `metrics`: what each pod reports."""
+        """Create the pods, each scraped once with `metrics`; None means empty queues.
+
+        `config` is a strategy's name or the text of a configuration.
+        """
         settings = settings_of(config)
         self._follower = _Follower(settings.profile.picker)
         profile = replace(settings.profile, picker=self._follower)
@@ -200,7 +206,7 @@ class Ours:
         self._inflight = []
         self._sent = 0
         self.scores = {}
-        """Of the latest decision: scorer -> pod -> its score."""
+        """Scores of the latest decision: scorer -> pod -> its score."""
         endpoints = [
             Endpoint(endpoint_id=name, name=name, address=f"127.0.0.1:{9000 + at}")
             for at, name in enumerate(order)
@@ -211,7 +217,10 @@ class Ours:
             self.scheduler.take(PageScraped(slot, reported), 0.0)
 
     def send(self, step, told=None):
-        """(pod, whom the strategy allows) of `step`; `told`: the pod that it goes to anyway."""
+        """Send `step` and return (pod, pods that the strategy allows).
+
+        `told`: the pod that `step` goes to anyway; None means that the strategy chooses.
+        """
         for _ in range(step.ends):
             self.scheduler.take(RequestEnded(self._inflight.pop(0), Outcome(status=200)), 0.0)
         self._follower.told = told
@@ -237,15 +246,15 @@ class Ours:
 
     @property
     def chances(self):
-        """Pod -> in which share of many draws the latest decision would have chosen it."""
+        """Return the share of many draws in which the latest decision chooses each pod."""
         drawn = self._follower.draw(_DRAWS * 40)
         return {pod: drawn[pod] / drawn.total() for pod in drawn}
 
     @property
     def inflight(self):
-        """How many requests are in flight."""
+        """Return the number of requests in flight."""
         return len(self._inflight)
 
     def prefilled(self, at):
-        """The prompt of the request in flight at `at`, the oldest at 0, is prefilled."""
+        """Report the prompt of the request in flight at `at`, the oldest at 0, as prefilled."""
         self.scheduler.take(OutputStarted(self._inflight[at]), 0.0)

@@ -1,15 +1,15 @@
-"""What peers and our strategies are sent alike: seeded requests that share heads.
+"""Workload that peers and our strategies are sent alike: seeded requests that share heads.
 
-Every prompt is a path in a tree whose edges are `CHUNK` characters, and no two edges of a node begin
-with the same character. So characters, as peers compare them, and blocks of 16 tokens, as our tree
-does, are shared to the same length.
+Every prompt is a path in a tree whose edges are `CHUNK` characters, and no two edges of a node
+begin with the same character. So two prompts share the same length in characters, which peers
+compare, as in blocks of 16 tokens, which our tree compares.
 """
 
 from random import Random
 from typing import NamedTuple
 
 CHUNK = 64
-"""Characters: one block of 16 tokens."""
+"""Number of characters of an edge: one block of 16 tokens."""
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
@@ -18,21 +18,21 @@ class Step(NamedTuple):
 
     prompt: str
     key: str
-    """Of the conversation that it belongs to."""
+    """Key of the conversation that the request belongs to."""
     ends: int
 
 
 def chunk(branch, *path):
-    """An edge: the `branch`th of the node that `path` names."""
+    """Return an edge: the `branch`th of the node that `path` names."""
     random = Random(f"{path}:{branch}")
     return _LETTERS[branch] + "".join(random.choices(_LETTERS, k=CHUNK - 1))
 
 
 def conversations(requests, *, seed=1, heads=6, inflight_max=8, cold=0.15):
-    """Turns of conversations under `heads` system prompts, and prompts that share nothing.
+    """Yield turns of conversations under `heads` system prompts, and prompts that share nothing.
 
     A turn repeats the one before it and adds one to three chunks. Up to `inflight_max` requests are
-    in flight at once, how many varies.
+    in flight at once; their number varies.
     """
     random = Random(f"{seed}:peers")
     systems = [
@@ -64,9 +64,10 @@ def conversations(requests, *, seed=1, heads=6, inflight_max=8, cold=0.15):
 
 
 def hit_rate(steps, pods):
-    """Share of all prompt tokens that a pod without a limit had from requests sent there before.
+    """Return the share of prompt tokens cached from earlier requests to the same pod.
 
-    As vLLM counts it: full blocks, and never the last token of a prompt.
+    The caches of pods have no limit. The count is that of vLLM: full blocks, and never the last
+    token of a prompt.
     """
     known = set()
     hits = total = 0

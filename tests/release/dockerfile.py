@@ -1,7 +1,7 @@
 """A Dockerfile as instructions, and its steps carried out in roots of our own.
 
-Of the language as much as `deploy/Dockerfile` uses; anything else is an error, so that a step which
-is not carried out is not taken for one that works.
+Only the part of the language that `deploy/Dockerfile` uses is known. Anything else is an error, so
+that a step which is not carried out is not taken for one that works.
 """
 
 import re
@@ -36,16 +36,16 @@ class AnyRoot(Protocol):
 
 
 class Image(NamedTuple):
-    """What a stage became."""
+    """The result of a stage: its root, its environment and its other instructions."""
 
     root: AnyRoot
     environment: dict[str, str]
     said: dict[str, str]
-    """The last of each instruction that changes no file."""
+    """Text of the last instruction of each name that changes no file."""
 
 
 def instructions(text: str) -> Iterator[Instruction]:
-    """Each with its continued lines as one; comments left out."""
+    """Yield each instruction with its continued lines joined; comments are left out."""
     kept = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     for line in re.sub(r"\s*\\\n\s*", " ", kept).splitlines():
         if line.strip():
@@ -62,10 +62,10 @@ def build(
     target: str = "",
     based: Callable[[Path], AnyRoot] = Root,
 ) -> Image:
-    """Carry out the stage `target`, or the last one, and those that it copies from; what it became.
+    """Carry out the stage `target`, or the last one, and those it copies from; return its image.
 
-    Each has a root below `folder_of_roots`. `environment` is that of the base image, and `based`
-    makes a root that has what it has.
+    Each stage has a root below `folder_of_roots`. `environment` is that of the base image, and
+    `based` makes a root with the content of the base image.
 
     Raises `subprocess.CalledProcessError` when a step fails.
     """
@@ -133,7 +133,7 @@ def _alias(text: str) -> str:
 
 
 def _needed(told: Mapping[str, list[Instruction]], wanted: str) -> Iterator[Instruction]:
-    """Of the stage `wanted`, after those that it copies from."""
+    """Yield the instructions of the stage `wanted`, after those of stages that it copies from."""
     needed, pending = set(), [wanted]
     while pending:
         stage = pending.pop()

@@ -1,4 +1,4 @@
-"""What `pip install` of the wheel brings, in MB by distribution:
+"""Sizes of what `pip install` of the wheel brings, in MB by distribution:
 `python -m tests.release.installed_sizes [COMMIT ...]`.
 
 Each commit (without any: the one that is checked out) is built and installed into an empty
@@ -25,7 +25,7 @@ NOT_COUNTED: Final = {"pip", "setuptools"}
 
 
 def installed(commit: str, folder: Path) -> Counter[str]:
-    """Bytes by distribution of what `commit` installs, in a `folder` that is empty."""
+    """Install `commit` in the empty `folder` and return the installed bytes by distribution."""
     archive = subprocess.run(
         ["git", "-C", ROOT, "archive", commit], check=True, capture_output=True
     ).stdout
@@ -41,7 +41,7 @@ def installed(commit: str, folder: Path) -> Counter[str]:
 
 
 def sizes(packages: Path) -> Counter[str]:
-    """Bytes by distribution of what is in `packages`; a file that two of them have counts once."""
+    """Return the bytes in `packages` by distribution; a file that two of them have counts once."""
     found: Counter[str] = Counter()
     seen: set[Path] = set()
     for distribution in sorted(distributions(path=[str(packages)]), key=lambda one: one.name):
@@ -54,7 +54,7 @@ def sizes(packages: Path) -> Counter[str]:
 
 
 def table(columns: Mapping[str, Mapping[str, int]]) -> str:
-    """Markdown: a row a distribution, the largest of the last column first."""
+    """Return a Markdown table with a row per distribution, the largest of the last column first."""
     names = {name for column in columns.values() for name in column}
     last = list(columns.values())[-1]
 

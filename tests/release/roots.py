@@ -1,4 +1,4 @@
-"""A root file system of our own, of which commands see nothing else: what a container sees.
+"""A root file system of our own, outside of which commands see nothing, as in a container.
 
 In a mount namespace the machine's programs and libraries are bound into a folder, read-only, and
 commands run with that folder as their root. Root of the machine may do so; anybody else where the
@@ -14,7 +14,7 @@ from typing import Final
 
 USER: Final = 65532
 _SHARED: Final = ("/usr", "/etc", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt/wheels")
-"""Of the machine; those that are links there are links here."""
+"""Folders of the machine that a root shows; links of the machine are links in the root."""
 _KERNEL: Final = ("/proc", "/dev", "/sys")
 _ENTER: Final = """\
 set -eu
@@ -37,14 +37,14 @@ exec "$@"
 
 
 class RootError(Exception):
-    """Why there can be none: one sentence."""
+    """The reason, in one sentence, why there can be no root."""
 
 
 class Root:
-    """The folder `path`, which is made, and what of the machine is seen in it."""
+    """The folder `path`, which is made, and the folders of the machine that are seen in it."""
 
     def __init__(self, path: Path, *, also: Sequence[Path] = ()) -> None:
-        """`also`: further folders of the machine, seen at the same place, read-only."""
+        """Make the folder; `also`: more folders of the machine, seen in place, read-only."""
         self.path = path
         self._bound: list[str] = []
         prefix = Path(sys.base_prefix)
@@ -62,7 +62,10 @@ class Root:
 
     @staticmethod
     def environment() -> dict[str, str]:
-        """Of a base image that has this Python, and reaches registries as this machine does."""
+        """Return the environment of a base image that has this Python.
+
+        It reaches registries as this machine does.
+        """
         found = {
             name: value
             for name, value in os.environ.items()
@@ -72,7 +75,7 @@ class Root:
         return found | {"PATH": ":".join(folders), "HOME": "/tmp"}
 
     def at(self, path: str | Path) -> Path:
-        """Where `path`, as it is called inside, is outside."""
+        """Return the path outside of a `path` inside."""
         return self.path / str(path).lstrip("/")
 
     def command(
@@ -83,7 +86,9 @@ class Root:
         folder: str = "/",
         contained: bool = False,
     ) -> list[str]:
-        """What runs `command` inside; it replaces its process, so that signals reach it.
+        """Return the command line that runs `command` inside, in its own process.
+
+        `command` replaces that process, so that signals reach it.
 
         `contained`: as Kubernetes runs it, by `USER`, without capabilities or new privileges, and
         with nothing to write to but /tmp.
@@ -128,7 +133,7 @@ class Root:
 
 
 def check(folder: Path) -> None:
-    """Raises `RootError` where the machine does not let us have roots."""
+    """Check that a root works; raise `RootError` if the machine does not let us have one."""
     try:
         root = Root(folder / "try")
         root.run(["true"], environment=Root.environment(), contained=True)

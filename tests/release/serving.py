@@ -22,7 +22,7 @@ ENDPOINT = {"name": "a", "address": "10.0.0.1", "port": 8000, "metrics": None}
 async def serve_and_drain(
     root: Root, entrypoint: Sequence[str], environment: Mapping[str, str], log: Path
 ) -> list[dict[str, object]]:
-    """Run it as Kubernetes does, route a request, end it; its log."""
+    """Run a picker as Kubernetes does, route a request, end the picker and return its log."""
     ports = free_ports(3)
     root.at("/config").mkdir(exist_ok=True)
     root.at("/config/endpoints.json").write_text(json.dumps({"endpoints": [ENDPOINT]}))
@@ -55,7 +55,10 @@ async def serve_and_drain(
 
 
 def _check_identity(pid: int) -> None:
-    """Of the user and the rights that Pod Security "restricted" leaves it."""
+    """Check that the process has only the rights that Pod Security "restricted" leaves it.
+
+    The user, its groups and the bounding set are checked only if the tests run as root.
+    """
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     told = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
     assert told["CapEff"] == ["0" * 16]

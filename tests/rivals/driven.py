@@ -11,13 +11,13 @@ from tests.builders import endpoint, request
 
 
 def settings_of(name):
-    """What the strategy `name` decides by, or a configuration."""
+    """Return the settings of the strategy `name`; `name` may also be a configuration's text."""
     text = configurations().get(name, name)
     return build_settings(load_config(text, "made", plugin_tables()))
 
 
 def scheduler_of(name, seed=1):
-    """A scheduler without endpoints that decides by the strategy `name`, or by a configuration."""
+    """Return a scheduler without endpoints for the strategy `name`, or for a configuration."""
     return Scheduler(settings_of(name), seed=seed)
 
 
@@ -37,14 +37,14 @@ class Driven:
             self.report(slot)
 
     def report(self, slot, waiting=0.0, running=0.0, kv=0.0):
-        """A scrape of the endpoint in `slot`."""
+        """Report a scrape of the endpoint in `slot`."""
         metrics = EndpointMetrics(
             waiting_requests=waiting, running_requests=running, kv_cache_usage=kv
         )
         self.scheduler.take(PageScraped(slot, metrics), self.now)
 
     def send(self, text, **fields):
-        """The slot to which a prompt of `text` goes; it stays in flight."""
+        """Send a prompt of `text` and return its slot; the request stays in flight."""
         self.sent += 1
         prompt = text.encode()
         given = {"prompts": (prompt,), "prompt_tokens": len(prompt) // 4} | fields
@@ -53,24 +53,24 @@ class Driven:
         return decision.lease.slot
 
     def end(self):
-        """All that is in flight ends well."""
+        """End all requests in flight with status 200."""
         for lease in self.leases:
             self.scheduler.take(RequestEnded(lease, Outcome(status=200)), self.now)
         self.leases.clear()
 
     def ask(self, text, **fields):
-        """As `send`, and it ends at once."""
+        """Send a prompt of `text`, end it at once with status 200, and return its slot."""
         slot = self.send(text, **fields)
         lease = self.leases.pop()
         self.scheduler.take(RequestEnded(lease, Outcome(status=200)), self.now)
         return slot
 
     def index(self, type_name):
-        """The affinity index of that type."""
+        """Return the affinity index of that type."""
         return self.scheduler.indexes[type_name]
 
 
 def text(name, tokens):
-    """`tokens` tokens of text that no other name shares a block with."""
+    """Return `tokens` tokens of text that shares no block with the text of another name."""
     words = " ".join(f"{name}{at}" for at in range(tokens))
     return words[: 4 * tokens].ljust(4 * tokens)

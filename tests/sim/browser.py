@@ -17,7 +17,7 @@ DESKTOP = (1280, 900)
 
 
 def chromium():
-    """The command, or a skip that says what is missing."""
+    """Return the command of Chromium, or skip the test and say what is missing."""
     found = shutil.which("chromium") or shutil.which("chromium-browser")
     if found is None:
         pytest.skip("there is no chromium on PATH; the Debian package chromium has it")
@@ -25,14 +25,14 @@ def chromium():
 
 
 class Browser:
-    """One tab. Opened by `browser`."""
+    """One tab, which `browser` opens."""
 
     def __init__(self, socket):
         self._socket = socket
         self._numbers = count(1)
 
     async def call(self, method, **parameters):
-        """One command of the debugging protocol and its result."""
+        """Send a command of the debugging protocol and return its result."""
         number = next(self._numbers)
         await self._socket.send_json({"id": number, "method": method, "params": parameters})
         while True:
@@ -59,7 +59,7 @@ class Browser:
         )
 
     async def evaluate(self, expression):
-        """What a JavaScript expression gives, waited for if it is a promise."""
+        """Return the value of a JavaScript expression; wait for it if it is a promise."""
         found = await self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -69,7 +69,7 @@ class Browser:
 
 @contextlib.asynccontextmanager
 async def browser():
-    """A Chromium of its own, ended with the context."""
+    """Yield the tab of a new Chromium, which ends with the context."""
     with tempfile.TemporaryDirectory(prefix="homing-browser-", ignore_cleanup_errors=True) as home:
         process = await asyncio.create_subprocess_exec(
             chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
@@ -96,7 +96,7 @@ async def browser():
 
 
 async def _port(errors):
-    """It is told on standard error."""
+    """Return the debugging port, which Chromium prints on standard error."""
     while line := await errors.readline():
         _, found, address = line.decode().partition("DevTools listening on ws://")
         if found:

@@ -20,7 +20,7 @@ from epp.core.types import Refusal, RefusalReason, Seconds
 
 
 class ProfileState(Struct):
-    """What one profile keeps from one decision to the next."""
+    """State that one profile keeps from one decision to the next."""
 
     random: Random
     """Random generator of the picker."""

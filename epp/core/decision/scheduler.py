@@ -580,4 +580,4 @@ _HANDLERS: Final[Mapping[type[Input], Callable[[Scheduler, Any, Seconds], Effect
     EventsVoided: lambda its, given, now: its.indexes.silence(given.slot, rank=given.rank),
     Tick: Scheduler._tick,
 }
-"""What each input does: the method of the scheduler, or the part that it is for."""
+"""Handler of each input: a method of the scheduler, or a call of the part that the input is for."""

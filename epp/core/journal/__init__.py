@@ -1,1 +1,1 @@
-"""What a scheduler received and decided: recorded without text, and decided again."""
+"""Journal of a scheduler's inputs and decisions: its records without text, and its reenactment."""

@@ -1,7 +1,7 @@
-"""What a process grows by for each block that engines tell, and what the index says of it.
+"""Growth of a process for each block that engines report, measured and as the index estimates it.
 
-`python -m tests.core.knowledge.exact_growth OURS SIZE PODS SHARED`: a process of its own, whose memory was
-not used before.
+`python -m tests.core.knowledge.exact_growth OURS SIZE PODS SHARED` prints both in bytes per block,
+for the pods after the first. It is a process of its own, whose memory was not used before.
 """
 
 import gc
@@ -20,7 +20,7 @@ IN_A_ROW = 64
 
 
 def fill(index, slot, dice, size):
-    """`BLOCKS` in runs; their names come as those of a message do, each a number of its own."""
+    """Report `BLOCKS` blocks in runs; each name is a new number, as decoded from a message."""
     parent = None
     for _ in range(BLOCKS // IN_A_ROW):
         names = msgspec.msgpack.encode([dice.getrandbits(64) for _ in range(IN_A_ROW)])

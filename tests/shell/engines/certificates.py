@@ -7,7 +7,10 @@ from epp.shell.gateway.tls import self_signed
 
 
 def written(folder, name):
-    """(certificate, key), two files: it names localhost and loopback, and nobody vouches for it."""
+    """Write a self-signed certificate for localhost and loopback.
+
+    Return its two files: (certificate, key).
+    """
     pair = self_signed("localhost", dt.datetime.now(dt.UTC))
     files = folder / f"{name}.crt", folder / f"{name}.key"
     files[0].write_bytes(pair.certificate_chain)
@@ -16,7 +19,11 @@ def written(folder, name):
 
 
 def serving_by(files, clients=None):
-    """What a server speaks TLS with; it asks for certificates that the file `clients` vouches for."""
+    """Return the TLS context of a server with the files (certificate, key).
+
+    The server requires client certificates that the file `clients` vouches for. If `clients` is
+    None, it requests none.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*files)
     if clients is not None:

@@ -24,7 +24,7 @@ _uids = count(1)
 
 
 def pod(name, *, ip=None, uid=None, ready=True, labels=None, ports=(8000,), **fields):
-    """A Pod, Ready unless said otherwise."""
+    """Return a Pod, which is Ready by default."""
     number = next(_uids)
     return {
         "metadata": {
@@ -74,37 +74,41 @@ def rewrite(name, rules, *, created="2026-01-01T00:00:00Z", pool_name="llama-poo
 
 
 class FakeApiServer:
-    """Async context manager; `port` stays the same over `stop` and `start`."""
+    """API server that runs within its async context; `stop` and `start` keep its `port`."""
 
     def __init__(self, *, bookmark_s=0.05, absent=(), tls=None, streams="yes"):
         self.bookmark_s = bookmark_s
         self.streams = streams
-        """Whether lists are streamed: "yes"; "no": it says 422; "old": it does not know the word."""
+        """Support for streamed lists.
+
+        "yes" streams them, and "no" answers with 422. "old" ignores `sendInitialEvents`, so that no
+        bookmark ends the list.
+        """
         self.tls = tls
-        """The server's `ssl.SSLContext`; None: plaintext."""
+        """The server's `ssl.SSLContext`; None for plaintext."""
         self.absent = set(absent)
         """Paths of kinds whose CRD is missing."""
         self.tokens = None
-        """Tokens that are accepted; None: any, and none."""
+        """Accepted tokens; None if any token is accepted, and also its absence."""
         self.version = 100
         self.compacted = 0
-        """Watches from before this version are refused with 410."""
+        """Oldest version that a watch may begin at; earlier ones are refused with 410."""
         self.objects = defaultdict(dict)
         self.history = []
-        """(version, path, object before or None, object after or None)."""
+        """Changes as (version, path, object before or None, object after or None)."""
         self.requests = []
-        """(time, verb, path, query) of every request, in order."""
+        """Received requests as (time, verb, path, query), in order."""
         self.port = 0
         self._faults = defaultdict(deque)
         self._orders = []
-        """One deque a watch that is open: what it is to do to its stream."""
+        """Pending orders of `disturb`, one deque per open watch."""
         self._news = asyncio.Event()
         self._runner = None
 
     # Truth.
 
     def put(self, path, item):
-        """Create or replace."""
+        """Create or replace an object."""
         self.version += 1
         item = json.loads(json.dumps(item))
         item["metadata"]["resourceVersion"] = str(self.version)
@@ -138,21 +142,27 @@ class FakeApiServer:
     # Faults.
 
     def fail(self, verb, path, *faults):
-        """The next requests get these: a status, (status, headers), "reset", "silent", "garbage",
-        or "pass" and "slow", which are answered, the latter after 0.2 s."""
+        """Give the next requests these faults, one each.
+
+        A fault is a status, (status, headers), "reset", "silent" or "garbage". Requests with "pass"
+        and "slow" are answered, the latter after 0.2 s.
+        """
         self._faults[verb, path].extend(faults)
 
     def faults(self, verb, path):
-        """How many are still to come."""
+        """Return how many faults are still to come."""
         return len(self._faults[verb, path])
 
     def heal(self):
-        """No more faults."""
+        """Drop all faults that are still to come."""
         self._faults.clear()
 
     def disturb(self, order):
-        """Every open watch: "close", "reset", "silent", "half", "half-close", "garbage", "gone",
-        "error", "duplicate" or "reorder"."""
+        """Disturb every open watch.
+
+        `order` is "close", "reset", "silent", "half", "half-close", "garbage", "gone", "error",
+        "duplicate" or "reorder".
+        """
         for orders in self._orders:
             orders.append(order)
         self._wake()
@@ -162,7 +172,7 @@ class FakeApiServer:
         return len(self._orders)
 
     def lists(self, path):
-        """Times of the lists that were begun."""
+        """Return the start times of the lists of `path`, without their further pages."""
         return [
             at
             for at, verb, where, query in self.requests
@@ -269,7 +279,7 @@ class FakeApiServer:
         return web.json_response({"metadata": metadata, "items": page})
 
     def _at(self, path, version):
-        """The objects as they were: what happened later is undone."""
+        """Return the objects as they were at `version`. Later changes are undone."""
         objects = dict(self.objects[path])
         for at, where, before, after in reversed(self.history):
             if where == path and at > version:
@@ -297,7 +307,7 @@ class FakeApiServer:
         return await self._watch(request, path, query, version, lines)
 
     async def _watch(self, request, path, query, version=None, lines=()):
-        """From `version`, or the one asked for, on; `lines` come first."""
+        """Stream `lines`, then the changes after `version`; None means the requested version."""
         version = int(query["resourceVersion"]) if version is None else version
         if version < self.compacted:
             return _status(410, "too old resource version")
@@ -405,7 +415,7 @@ def _chosen(items, query):
 
 
 def _event(entry, query):
-    """What a watch with these selectors sees; None: nothing."""
+    """Return the event that a watch with these selectors sees, or None if it sees none."""
     version, _, before, after = entry
     was, is_ = _matches(before, query), _matches(after, query)
     if not was and not is_:

@@ -1,4 +1,4 @@
-"""What the tests of the Kubernetes side share: short times, a client, waiting for a condition."""
+"""Shared parts of the Kubernetes tests: short times, a client, waiting for a condition."""
 
 import asyncio
 import contextlib
@@ -17,12 +17,18 @@ FAST = Timing(
     refused_s=0.1,
     retry_after_s_max=0.05,
 )
-"""Bookmarks of the fake come every 0.05 s, silence is 0.6 s; the safety net never comes."""
+"""Short delays for the fake server, which sends bookmarks every 0.05 s.
+
+A watch is silent after 0.6 s without data. The periodic list never occurs in a test.
+"""
 WAIT_S = 20.0
 
 
 async def eventually(condition, what="the condition"):
-    """Wait until `condition()` is true; fail with `what` if it does not come."""
+    """Wait until `condition()` is true.
+
+    Raise an AssertionError that names `what` if it is still false after `WAIT_S`.
+    """
     try:
         async with asyncio.timeout(WAIT_S):
             while not condition():
@@ -33,7 +39,7 @@ async def eventually(condition, what="the condition"):
 
 @contextlib.asynccontextmanager
 async def connected(server, folder, **arguments):
-    """A client of `server`, by a kubeconfig in `folder`."""
+    """Yield a client of `server`, configured by a kubeconfig in `folder`."""
     credentials = Credentials({"KUBECONFIG": str(server.kubeconfig(folder))})
     async with KubeClient(credentials, timeout_s=0.6, **arguments) as client:
         yield client
@@ -41,7 +47,7 @@ async def connected(server, folder, **arguments):
 
 @contextlib.asynccontextmanager
 async def running(coroutine):
-    """Run a task beside the test and end it."""
+    """Run `coroutine` as a task beside the test; yield the task and cancel it at the end."""
     task = asyncio.create_task(coroutine)
     try:
         yield task

@@ -18,7 +18,11 @@ PROTOCOLS = ("grpc", "http/protobuf")
 
 
 class Collected:
-    """What came in. `status`: what HTTP answers; `code`: what gRPC does."""
+    """Requests that a collector received, and how it answers.
+
+    `status` is the status of HTTP answers. `code` is the status with which gRPC aborts a request;
+    None if it succeeds.
+    """
 
     def __init__(self):
         self.requests = []
@@ -55,7 +59,10 @@ class _Service(TraceServiceServicer):
 
 @asynccontextmanager
 async def collector(protocol, port=0):
-    """Inside, one serves; `variables` are what the environment must say to reach it."""
+    """Yield a running collector.
+
+    Its `variables` are the environment variables that an exporter needs to reach it.
+    """
     collected = Collected()
     collected.variables = {
         "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
@@ -88,5 +95,5 @@ async def collector(protocol, port=0):
 
 
 def attributes(of):
-    """Name -> value, of a span, an event or a resource."""
+    """Return the attributes of a span, an event or a resource: value by name."""
     return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in of.attributes}

@@ -26,14 +26,17 @@ with contextlib.suppress(ImportError):
 
 
 class FakeExchange:
-    """Keeps what it was given; `told` is sent at the next beat, `known` is its snapshot."""
+    """Exchange that keeps what it receives.
+
+    It sends `told` at the next beat, and `known` is its snapshot.
+    """
 
     def __init__(self, known=(), origin=None):
         self.origin = origin or os.urandom(8)
         self.told = []
         self.received = []
         self.origins = []
-        """Of whom each of them came."""
+        """Origins of the `received` frames, in the same order."""
         self.snapshot_frames = []
         self.known = list(known)
         self.waiting = 0
@@ -42,7 +45,7 @@ class FakeExchange:
         self.ticks = 0
         self.beats = 0
         self.outcomes = {}
-        """Frame -> what becomes of it, if it is not taken."""
+        """Outcome by frame, for frames that are not taken."""
         self.raises = False
         self.changes = []
         self.snapshots_wanted = set()
@@ -138,7 +141,7 @@ class Picker:
 
 @contextlib.asynccontextmanager
 async def pickers(count, secret=None, **options):
-    """So many replicas that know each other and answer each other."""
+    """Yield `count` replicas that know and answer each other."""
     async with contextlib.AsyncExitStack() as opened:
         made = [await opened.enter_async_context(Picker(secret, **options)) for _ in range(count)]
         for picker in made:
@@ -147,12 +150,18 @@ async def pickers(count, secret=None, **options):
 
 
 def message(kind, frame=b""):
-    """As it goes over a connection; `kind`: the letter of one, or whatever else."""
+    """Return a message as a connection carries it.
+
+    `kind` is the letter of a kind of message, or any other bytes.
+    """
     return struct.pack("<I", len(kind) + len(frame)) + kind + frame
 
 
 def admitted(port, *, origin=None, host="127.0.0.1"):
-    """A blocking socket that has passed the gate of a replica in plaintext, and is no replica."""
+    """Return a blocking socket that has passed the gate of a replica in plaintext.
+
+    No replica is behind it.
+    """
     connected = socket.create_connection(("127.0.0.1", port), 20, source_address=(host, 0))
     greeting = connected.recv(37, socket.MSG_WAITALL)
     connected.sendall(answer_to(greeting[5:], b""))
@@ -163,7 +172,7 @@ def admitted(port, *, origin=None, host="127.0.0.1"):
 
 @contextlib.asynccontextmanager
 async def speaker(port, **given):
-    """One that is `admitted` by a replica on the same event loop."""
+    """Yield a socket that is `admitted` by a replica on the same event loop."""
     with await asyncio.to_thread(admitted, port, **given) as connected:
         yield connected
 

@@ -12,7 +12,10 @@ SETTINGS = EngineSettings(blocks_total=PROFILE.kv_tokens // 16 + 1)
 
 
 def request(*messages, output=8, answer=None, index=0):
-    """Each message is (id, tokens); `answer`: its id, if a later prompt has it."""
+    """Return an engine request with a prompt of these messages, each (id, tokens).
+
+    `answer` is the id of its answer, or None if no later prompt contains the answer.
+    """
     arrival = Arrival(
         index=index,
         time_s=0.0,
@@ -35,25 +38,25 @@ def request(*messages, output=8, answer=None, index=0):
 
 
 def opened(name, before=None, profile=PROFILE, settings=SETTINGS):
-    """The cache that `--cache` would give a pod."""
+    """Return the cache that `--cache` would give a pod."""
     return cache_named(name).open(profile, settings, before)
 
 
 def begun(cache, one, now=0.0):
-    """What it finds; None if it has to wait."""
+    """Return the number of cached tokens found, or None if the request has to wait."""
     found = cache.fetch(one, 0, now)
     return None if found is None else found.tokens
 
 
 def ended(cache, one, now=0.0):
-    """Computed and answered: how long the engine saves."""
+    """Tell the cache that a request is computed and answered; return how long the engine saves."""
     save_s = cache.computed(one, now)
     one.generated_tokens = one.output_tokens
     return save_s + cache.left(one, now)
 
 
 def served(cache, *messages, now=0.0, **fields):
-    """What it finds of a prompt that it then sees through to its end."""
+    """Serve a prompt to its end; return the number of cached tokens found for it."""
     one = request(*messages, **fields)
     tokens = begun(cache, one, now)
     ended(cache, one, now)

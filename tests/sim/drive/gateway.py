@@ -1,4 +1,4 @@
-"""A gateway on a thread of its own, which answers as it is told and keeps what it was asked."""
+"""A gateway on its own thread, with answers that a test chooses. It keeps the requests."""
 
 import asyncio
 import json
@@ -12,12 +12,12 @@ class Gateway:
     def __init__(self, pods=("pod-0", "pod-1")):
         self.pods = pods
         self.asked = []
-        """(path, headers, body)"""
+        """Received requests as (path, headers, body)."""
         self.held = threading.Event()
         self.held.set()
         self.answers = self.stream
         self.models = self.no_models
-        """What answers a question for the models that are served."""
+        """Handler of requests for the list of served models."""
         self.url = ""
 
     async def handle(self, request):
@@ -48,7 +48,7 @@ class Gateway:
         return web.Response(status=404)
 
     def serve(self, *names):
-        """From now on these models are listed; what is asked for is served whether or not it is."""
+        """List these models from now on; requests for other models are still served."""
 
         async def listed(request):
             return web.json_response({"object": "list", "data": [{"id": name} for name in names]})
@@ -67,7 +67,7 @@ class Gateway:
 
 @contextmanager
 def gateway(**more):
-    """Running on a free port until it is left."""
+    """Yield a gateway that runs on a free port until the context ends."""
     served = Gateway(**more)
     loop = asyncio.new_event_loop()
     started = threading.Event()

@@ -1,4 +1,4 @@
-"""What experiments are run on besides this machine's processes."""
+"""Means to run experiments besides this machine's processes: a scheduler of Dask."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def scheduler():
-    """Dask's own, with two processes to work."""
+    """Yield the address of a Dask scheduler with two worker processes, without its scheme."""
     path = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = ":".join([str(ROOT), *sys.path])
     try:

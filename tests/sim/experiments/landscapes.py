@@ -1,13 +1,18 @@
-"""Landscapes to search on, made up: what each way to search finds there, `python -m tests.sim.experiments.landscapes`.
+"""Synthetic landscapes, and a table of what each way to search finds there.
 
-Ten dimensions as of weights, and what a configuration costs in two objectives, as logarithms of its
-figures over those of the present one. Most dimensions matter little, the others not each by itself;
-one objective pays for the other in some; and what is measured is not what is true, on the first rung
-less than on the second. A search goes through them as `sim tune` does: batches, rungs, finalists.
-What it has found is what the best of its finalists truly gains, of those that are truly worse in no
-objective, which all seeds would show; and nothing, if there is none.
+The command is `python -m tests.sim.experiments.landscapes`.
 
-Three shapes; a way was chosen on `LOOKED_AT`, and the table is of `HELD_OUT`.
+A landscape has ten dimensions like those of weights. A configuration has a cost in each of two
+objectives: the logarithm of its figure divided by that of the present configuration. Most
+dimensions matter little, and the others interact. In some dimensions one objective pays for the
+other. Measurements are noisy, more so on the first rung than on the second.
+
+A search proceeds as `sim tune` does, with batches, rungs and finalists. Its result is the true gain
+of the best finalist. Finalists that truly lose more of an objective than the tolerance do not
+count, as all seeds would show the loss. The result is 0 if no finalist is left.
+
+There are three shapes. The shipped way was chosen on the seeds `LOOKED_AT`; the table shows the
+seeds `HELD_OUT`.
 """
 
 import math
@@ -27,9 +32,9 @@ from sim.experiments.space import WEIGHT_MAX, WEIGHT_MIN, Dimension, Range, What
 DIMENSIONS = 10
 TRIALS = 60
 TOLERANCE = 0.02
-"""That may be given up of an objective, as `sim tune` has it."""
+"""Share of an objective that may be lost, as in `sim tune`."""
 NOISE = (0.05, 0.02)
-"""By rung, of the first objective; of the second a fifth."""
+"""Standard deviation of the noise by rung in the first objective; a fifth of it in the second."""
 SPAN = Range(low=WEIGHT_MIN, high=WEIGHT_MAX, logarithmic=True)
 SPACE = tuple(
     Dimension(plugin=f"scorer-{at}", what=What.WEIGHT, span=SPAN, present=1.0)
@@ -38,7 +43,7 @@ SPACE = tuple(
 
 
 class Landscape:
-    """What each place truly costs; the same seed makes the same one."""
+    """True costs of every configuration; the same shape and seed give the same landscape."""
 
     def __init__(self, shape, seed):
         self.shape = SHAPES[shape]
@@ -55,7 +60,7 @@ class Landscape:
         self.present = self._raw([0.0] * DIMENSIONS)
 
     def costs(self, values):
-        """Of both objectives, below 0 being better than the present configuration."""
+        """Return the costs in both objectives; below 0 is better than the present configuration."""
         place = [math.log(values[one.name]) for one in SPACE]
         return tuple(a - b for a, b in zip(self._raw(place), self.present, strict=True))
 
@@ -65,13 +70,16 @@ class Landscape:
         return first, second
 
     def valley(self, place):
-        """Edges, so that a little beside the best is dear already, and what two do together."""
+        """Return a cost with a sharp edge at the best place, and joint effects of two dimensions.
+
+        A place slightly beside the best one is already expensive.
+        """
         away = [a - b for a, b in zip(place, self.best, strict=True)]
         alone = sum(weight * abs(z) for weight, z in zip(self.matters, away, strict=True))
         return alone + sum(c * math.tanh(away[a] * away[b]) for a, b, c in self.pairs)
 
     def ratios(self, place):
-        """As of weights of one sum: all of them twice as large is the same."""
+        """Return a cost like that of weights in one sum: it stays the same if all are doubled."""
         mean = fmean(place)
         away = [a - mean - b for a, b in zip(place, self.best, strict=True)]
         return sum(
@@ -79,7 +87,7 @@ class Landscape:
         )
 
     def steps(self, place):
-        """As of thresholds: flat, and elsewhere at once."""
+        """Return a cost like that of thresholds: almost flat, with sudden steps."""
         alone = sum(
             weight * (z > b) - 0.02 * z
             for weight, z, b in zip(self.matters, place, self.best, strict=True)
@@ -93,7 +101,10 @@ SHAPES = {"valley": Landscape.valley, "ratios": Landscape.ratios, "steps": Lands
 
 
 class Optuna:
-    """Another of Optuna's samplers in the place of that of `Proposals`, told one number or both."""
+    """Substitute for `Proposals` with another sampler of Optuna.
+
+    It is told one number per configuration, or the costs in both objectives.
+    """
 
     def __init__(self, sampler, seed, *, objectives=1):
         self._sampler, self._seed, self._batches = sampler, seed, 0
@@ -117,7 +128,7 @@ class Optuna:
 
 
 def parzen(*, jointly):
-    """Of one batch; `seed` is its own."""
+    """Return a function that creates the Parzen sampler of one batch from the seed of the batch."""
     return lambda seed: optuna.samplers.TPESampler(
         seed=seed, n_startup_trials=BATCH, multivariate=jointly
     )
@@ -132,19 +143,19 @@ def chance(seed):
 
 
 def told(costs):
-    """As shipped."""
+    """Return both costs as one number, as the shipped search does."""
     return one_cost(costs, TOLERANCE)
 
 
 class Way(NamedTuple):
-    """How to search."""
+    """One way to search."""
 
     proposals: Callable
-    """Of a seed."""
+    """Function that creates the proposals from a seed."""
     ranked: Callable = sum
-    """By which number of costs the best are kept."""
+    """Function of the costs whose lowest results are kept."""
     told: Callable = sum
-    """What is told of costs to who proposes."""
+    """Function of the costs whose result is reported to the proposals."""
 
 
 WAYS = {
@@ -160,11 +171,11 @@ WAYS = {
     "NSGA-II": Way(lambda seed: Optuna(nsga, seed, objectives=2), told, tuple),
     "chance": Way(lambda seed: Optuna(chance, seed), told, told),
 }
-"""What may search, by what it is called in the table."""
+"""Ways to search, by name in the table."""
 
 
 def found(way, shape, seed, trials=TRIALS):
-    """What a search gains truly, as the logarithm of both objectives together."""
+    """Return the true gain of a search, as the logarithm of both objectives together."""
     landscape, noise = Landscape(shape, seed), Random(f"noise:{seed}")
     proposals = way.proposals(seed)
     finished = []
@@ -191,7 +202,7 @@ HELD_OUT = (*range(200, 208), *range(300, 320))
 
 
 def main():
-    """The table of docs/simulator.md: mean of what was found, by shape, on the seeds held out."""
+    """Print the table of docs/simulator.md: the mean gain by shape, on the seeds `HELD_OUT`."""
     print(f"{'':36}" + "".join(f"{shape:>9}" for shape in SHAPES) + f"{'all':>9}{'better':>9}")
     shipped = {}
     for name, way in WAYS.items():

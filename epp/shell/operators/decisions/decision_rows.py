@@ -33,7 +33,7 @@ Members: TypeAlias = tuple[Endpoint | None, ...]
 
 
 class Remembered(Struct, frozen=True):
-    """What only memory has of a decision, as far as it is still available."""
+    """Details of a decision that only memory keeps, as far as they are still available."""
 
     scores: Scores | None = None
     """Scores of all candidates."""

@@ -28,7 +28,7 @@ UNSORTED = {
     },
     "type": "function",
 }
-"""The same tool with its members in another order; that of the parameters is what counts."""
+"""The same tool with its members in another order. Only the order of the parameters counts."""
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -115,7 +115,7 @@ CONVERSATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "long": ({"messages": [SYSTEM, *[user("word " * 50 + str(n)) for n in range(1)]]}, {}),
 }
-"""Name -> a body, and what of it vLLM hands to a template otherwise than it came."""
+"""Request body by name, and the members that vLLM passes to a template in another form."""
 
 PROMPTS = ["Hello, world", "  two  blanks ", "<|im_end|>x", "Größe\n我"]
-"""Of completions."""
+"""Prompts of completion requests."""

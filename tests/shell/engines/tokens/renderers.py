@@ -1,4 +1,4 @@
-"""A renderer over HTTP that does what a test wants it to."""
+"""A renderer over HTTP whose answers a test chooses."""
 
 import asyncio
 import contextlib
@@ -6,15 +6,16 @@ import json
 
 
 class FakeRenderer:
-    """Each POST is answered by `answers[path]`: (status, bytes), or an async function of the body.
+    """HTTP server that answers each POST as `answers[path]` says.
 
-    None closes the connection without an answer; what is not there is a 404.
+    An entry is (status, bytes), or an async function that returns this for a body. None closes the
+    connection without an answer. A path without an entry gets a 404.
     """
 
     def __init__(self, answers=None):
         self.answers = dict(answers or {})
         self.asked = []
-        """(path, headers, body) of each request."""
+        """Received requests as (path, headers, body)."""
         self.left = 0
         """Connections that were cut before their answer."""
         self.tls = None
@@ -75,12 +76,12 @@ class FakeRenderer:
 
 
 def rendered(*ids, **more):
-    """What /render answers for a chat."""
+    """Return the answer of /render to a chat, as (status, bytes)."""
     return 200, json.dumps({"request_id": "r", "token_ids": ids, "features": None} | more).encode()
 
 
 def tokenized(*ids):
-    """What /tokenize answers."""
+    """Return an answer of /tokenize, as (status, bytes)."""
     return 200, json.dumps({"count": len(ids), "max_model_len": 4096, "tokens": ids}).encode()
 
 

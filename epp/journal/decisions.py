@@ -31,6 +31,7 @@ from epp.journal.derived import derived
 from epp.journal.frames import ENDED, ended_of
 from epp.journal.past import (
     NO_SETTING,
+    OPEN_MAX,
     Past,
     PastChange,
     PastDecision,
@@ -50,8 +51,6 @@ from epp.journal.records import (
     ToldStates,
 )
 
-OPEN_MAX: Final = 65_536
-"""Maximum number of decisions that wait for their end; the oldest are returned without it."""
 ENDS_S: Final = 900.0
 """Time in seconds after the last decision for which ends are searched."""
 SLACK_S: Final = 60.0

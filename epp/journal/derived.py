@@ -32,6 +32,7 @@ from epp.core.types import Seconds
 from epp.journal.decision_record import Decided, Ended, Refused, Served
 from epp.journal.past import (
     NO_SETTING,
+    OPEN_MAX,
     Past,
     PastChange,
     PastDecision,
@@ -40,8 +41,6 @@ from epp.journal.past import (
 )
 from epp.journal.records import Applied
 
-OPEN_MAX: Final = 65_536
-"""Maximum number of decisions that wait for their end; the oldest are returned without it."""
 _UNKNOWN: Final = (math.nan,) * len(NUMBERS)
 _NOWHERE: Final = Member(slot=-1, endpoint_id="", name="", address="")
 

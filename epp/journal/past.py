@@ -8,6 +8,9 @@ from epp.core.decision.plugin import TellsCost
 from epp.journal.decision_record import Decided, Ended, Refused, Served
 from epp.journal.records import Applied, RefusedDocument, States
 
+OPEN_MAX: Final = 65_536
+"""Maximum number of decisions that wait for their end; the oldest are returned without it."""
+
 
 class Setting(Struct, frozen=True):
     """The parts of a configuration that rows of its decisions need."""

@@ -10,6 +10,10 @@ from epp.core.duration import Duration
 from epp.core.journal.events import Event
 
 READY: Final = "ready"
+SETTINGS_MAX: Final = 64
+"""Maximum number of configurations that decisions can refer to."""
+STATES_MAX: Final = 256
+"""Maximum number of states of endpoints that decisions can refer to."""
 
 
 class Applied(Struct, frozen=True, kw_only=True):

@@ -50,7 +50,14 @@ from epp.journal.frames import (
     segment_file,
 )
 from epp.journal.reading import FILE_NAMES
-from epp.journal.records import Record, ToldApplied, ToldSetting, ToldStates
+from epp.journal.records import (
+    SETTINGS_MAX,
+    STATES_MAX,
+    Record,
+    ToldApplied,
+    ToldSetting,
+    ToldStates,
+)
 from epp.shell.files.segment_folder import SegmentFolder
 from epp.shell.files.writing_thread import beside_the_loop
 from epp.shell.starting import StartError
@@ -74,7 +81,11 @@ _MEMBER_BYTES: Final = 500
 _KEY_BYTES: Final = 40
 _SEGMENTS: Final = 16
 """Minimum number of segments of decisions; the oldest is removed completely."""
-_REPEATED_MAX: Final[dict[type[Record], int]] = {ToldSetting: 64, ToldStates: 256, ToldApplied: 64}
+_REPEATED_MAX: Final[dict[type[Record], int]] = {
+    ToldSetting: SETTINGS_MAX,
+    ToldStates: STATES_MAX,
+    ToldApplied: 64,
+}
 """Maximum number of records that each segment of decisions repeats, by their type."""
 _REPEATED_BYTES_MAX: Final = 2**20
 """Maximum size in bytes of the repeated records of a type.

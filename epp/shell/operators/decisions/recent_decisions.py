@@ -52,7 +52,14 @@ from epp.journal.decision_record import (
 from epp.journal.decisions import Context
 from epp.journal.frames import ended_frame, frame_of
 from epp.journal.past import PastDecision, PastRefusal, Setting
-from epp.journal.records import States, ToldSetting, ToldStates, told_plugin
+from epp.journal.records import (
+    SETTINGS_MAX,
+    STATES_MAX,
+    States,
+    ToldSetting,
+    ToldStates,
+    told_plugin,
+)
 from epp.shell.operators.decisions.decision_rows import (
     Members,
     Remembered,
@@ -72,10 +79,6 @@ have."""
 KEEP_S: Final = 900.0
 _MEMBERSHIPS_MAX: Final = 64
 """Maximum number of remembered lists of endpoints; each is as long as the pool."""
-_STATES_MAX: Final = 256
-"""Maximum number of remembered endpoint states that decisions can refer to."""
-_SETTINGS_MAX: Final = 64
-"""Maximum number of remembered configurations."""
 _OPEN_MAX: Final = 65_536
 """Maximum number of decisions that wait for their end, more than there may be streams."""
 WAITING_MAX: Final = 64
@@ -240,7 +243,7 @@ class RecentDecisions:
     def know_states(self, states: States) -> None:
         """Set the states of all endpoints that are not simply ready."""
         self._states_told += 1
-        _remember(self._context.states, self._states_told, states, _STATES_MAX)
+        _remember(self._context.states, self._states_told, states, STATES_MAX)
         if self._history is not None:
             told = ToldStates(number=self._states_told, at_s=self._clock(), states=dict(states))
             self._history.tell(frame_of(told))
@@ -510,7 +513,7 @@ class RecentDecisions:
             tuple(scorer.name for scorer in scorers if scorer.plugin.type_name == _BY_BLOCKS),
             leg.tellers,
         )
-        _remember(self._context.settings, self._setting, told, _SETTINGS_MAX)
+        _remember(self._context.settings, self._setting, told, SETTINGS_MAX)
         if self._history is not None:
             setting = ToldSetting(
                 number=self._setting,

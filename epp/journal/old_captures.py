@@ -46,25 +46,7 @@ class _Opened(Struct, frozen=True, kw_only=True, tag_field="event", tag="opened"
     observed: tuple[of.Observed, ...] = ()
 
 
-_Event: TypeAlias = (
-    _Opened
-    | of.Configured
-    | of.Replaced
-    | of.Observed
-    | of.Unanswered
-    | of.Scheduled
-    | of.Reported
-    | of.FirstOutput
-    | of.Rescheduled
-    | of.Completed
-    | of.Ticked
-    | of.MemoryLimited
-    | of.Learnt
-    | of.Told
-    | of.Streamed
-    | of.Voided
-    | of.Lost
-)
+_Event: TypeAlias = _Opened | of.SchedulerEvent
 
 
 class CapturedRequests:

@@ -308,9 +308,8 @@ class Lost(_Event, frozen=True, kw_only=True):
     events: int
 
 
-Event: TypeAlias = (
-    Opened
-    | Configured
+SchedulerEvent: TypeAlias = (
+    Configured
     | Replaced
     | Observed
     | Unanswered
@@ -327,6 +326,9 @@ Event: TypeAlias = (
     | Voided
     | Lost
 )
+"""Everything that a scheduler took or decided, and what is missing of it."""
+Event: TypeAlias = Opened | SchedulerEvent
+"""Events of a scheduler, and the first record of each segment."""
 
 
 class Asked(Struct, frozen=True, gc=False):

@@ -7,38 +7,57 @@ affinity indexes. Homing finds them by the entry points of pyproject.toml, like 
 distribution.
 """
 
-from importlib import import_module
 from types import ModuleType
 from typing import Any, Final
 
 from epp.plugins.contract import Strategy
-
-FAMILIES: Final[tuple[ModuleType, ...]] = tuple(
-    import_module(f"homing_rivals.{name}")
-    for name in (
-        "aibrix",
-        "aibrix_vtc",
-        "dualmap",
-        "dynamo",
-        "early_blocks",
-        "filter_chain",
-        "infera",
-        "kthena",
-        "kubeai",
-        "least_work",
-        "llm_d",
-        "load_balancing",
-        "preble",
-        "production_stack",
-        "prompt_blocks",
-        "radix_tree",
-        "ray_prefix_affinity",
-        "session",
-        "simhash",
-        "smetric",
-        "smg_cache_aware",
-    )
+from homing_rivals import (
+    aibrix,
+    aibrix_vtc,
+    dualmap,
+    dynamo,
+    early_blocks,
+    filter_chain,
+    infera,
+    kthena,
+    kubeai,
+    least_work,
+    llm_d,
+    load_balancing,
+    preble,
+    production_stack,
+    prompt_blocks,
+    radix_tree,
+    ray_prefix_affinity,
+    session,
+    simhash,
+    smetric,
+    smg_cache_aware,
 )
+
+FAMILIES: Final[tuple[ModuleType, ...]] = (
+    aibrix,
+    aibrix_vtc,
+    dualmap,
+    dynamo,
+    early_blocks,
+    filter_chain,
+    infera,
+    kthena,
+    kubeai,
+    least_work,
+    llm_d,
+    load_balancing,
+    preble,
+    production_stack,
+    prompt_blocks,
+    radix_tree,
+    ray_prefix_affinity,
+    session,
+    simhash,
+    smetric,
+    smg_cache_aware,
+)  # fmt: skip
 """Modules in the order in which tables show them."""
 
 STRATEGIES: Final[tuple[Strategy, ...]] = tuple(

@@ -1,4 +1,4 @@
-"""What docs/kv-events.md is measured by."""
+"""Tests of the script that measures the tables of docs/kv-events.md."""
 
 import pytest
 

@@ -332,7 +332,7 @@ def test_texts_begin_with_their_subject(kind):
 
 
 def test_first_words_are_found(tmp_path):
-    """Of all docstrings and of whole sentences; what needs no sentence is left out."""
+    """The first words of all docstrings and of whole sentences are found; headings and tables are left out."""
     code = tmp_path / "code.py"
     code.write_text(
         '"""Of a module."""\nx = 1\n"""Of an attribute."""\nx\n"""No docstring."""\n'

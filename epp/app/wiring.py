@@ -115,7 +115,7 @@ class EndpointPicker:
         self._memory = memory_plan(limit_bytes, flags.held_body_bytes_max(limit_bytes))
         self.pressure = MemoryPressure(limit_bytes)
 
-        # What is decided: the configuration, the endpoints, the scheduler and its peers.
+        # Parts that decide: the configuration, the endpoints, the scheduler and its peers.
         self._cluster = None if flags.endpoints_file else self._open_cluster()
         self._sources = self._open_sources()
         self.live = self._sources.configuration(self._memory, self._config_started)
@@ -126,7 +126,7 @@ class EndpointPicker:
         self.scheduler = self._open_scheduler(settings, len(found.endpoints))
         self.exchange, identity = self._open_exchange()
 
-        # What operators see, first part: metrics, decisions and the sharing of decisions.
+        # Parts that show decisions to operators, and the connections to peers.
         self.registry = CollectorRegistry()
         self.telemetry = Telemetry(self.registry, self._snapshot, could_not=self._could_not)
         self._process = OwnProcess(LoopLag(self.telemetry.loop_lagged))
@@ -144,7 +144,7 @@ class EndpointPicker:
         self._live_pages = LivePages(self._open_live_view())
         self._debug_token = _debug_token(flags)
 
-        # What engines tell: pages, KV-cache events and tokens.
+        # Parts that receive data of engines: pages, KV-cache events and tokens.
         self._scraper = self._open_scraper()
         self._pages = EndpointPages(seed=self._seed, supervisor=self._supervisor)
         self._pages.configure(or_start_error(lambda: prepare(self.live.config.metrics)))
@@ -157,7 +157,7 @@ class EndpointPicker:
         asked = self.live.config.tokens_asked
         self.tokens.accept(or_start_error(lambda: self.tokens.prepare(asked)))
 
-        # What the gateway sends: streams, and the memory that their bodies take.
+        # Parts that serve the gateway: streams, and the memory of their bodies.
         self.bodies = BodyBudget(self._memory.bodies_bytes)
         self.memory_return = MemoryReturn(
             lambda: self.bodies.held_bytes,
@@ -171,7 +171,7 @@ class EndpointPicker:
         self.health = Health()
         self._gateway = self._open_gateway()
 
-        # What depends on all others: the log of endpoints, readiness and reloading.
+        # Parts that depend on all others: the log of endpoints, readiness and reloading.
         self._standings = StandingsLog(
             self.scheduler,
             self._scraper.problem_of,

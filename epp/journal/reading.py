@@ -86,7 +86,7 @@ class Segments(Struct, frozen=True, kw_only=True):
             goes_on = opened.segment == last + 1 and not missing
             last, cut = opened.segment, False
             for at, record in enumerate(found):
-                # Nobody knows how many records were behind the place where a file is broken.
+                # The number of records after the place where a file is broken is unknown.
                 cut = record is _CUT
                 if not cut and (at >= opened.context or not goes_on):
                     yield record

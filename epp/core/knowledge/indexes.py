@@ -210,7 +210,7 @@ class Indexes(Mapping[str, AffinityIndex]):
         for name, index in self._by_name.items():
             self.failures.call(name, "expire", index.expire, now)
 
-    # What endpoints have cached.
+    # Matches: the part of a prompt that endpoints have cached.
 
     def match(
         self,

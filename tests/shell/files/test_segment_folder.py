@@ -50,7 +50,7 @@ def test_a_segment_is_written_member_by_member(tmp_path):
 
 
 def test_above_the_total_the_oldest_segments_go(tmp_path):
-    """Those of earlier processes go first; other files stay."""
+    """The segments of earlier processes are removed first, and other files stay."""
     (tmp_path / "notes.txt").write_bytes(b"x" * 5000)
     before = segments(tmp_path, OLD, total_bytes_max=10**6)
     for number in range(2):

@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from epp.plugins.agreement import agreement_key
 from epp.plugins.contract import (
+    REPORTED_S_MAX,
     Abilities,
     Bools,
     Candidates,
@@ -49,11 +50,6 @@ HALF_WEIGHT_S: Final = 0.5
 """Time to first token at which half of `firstTokenWeight` applies. Users do not notice a wait of
 some milliseconds. Full weight for it would keep short prompts away from idle pods with an empty
 cache.
-"""
-REPORTED_S_MAX: Final = 2.0
-"""Maximum age of an endpoint's metrics. Older ones describe requests that have ended since, and
-would send all requests to the endpoint that was idle then. The picker's own counts are used at any
-age.
 """
 
 # The constants are arrays, like all numbers beside arrays below. numpy needs twice as long to add a

@@ -21,6 +21,7 @@ from epp.core.decision.profile import highest
 from epp.core.duration import Duration, check_above_zero
 from epp.core.knowledge.affinity import SessionSources
 from epp.core.knowledge.candidates import (
+    REPORTED_S_MAX,
     AdapterColumns,
     Affinity,
     Bools,
@@ -59,6 +60,7 @@ __all__ = [
     "EXACT",
     "HASH_BYTES",
     "HOST_BLOCKS",
+    "REPORTED_S_MAX",
     "Abilities",
     "AdapterColumns",
     "Affinity",

@@ -14,13 +14,13 @@ from typing import Any, Final, Generic, TypeVar
 from msgspec import Struct
 
 from epp.core.decision.choice import Choice
-from epp.core.decision.costs import FRESH_S_MAX, Cost, computed_costs
+from epp.core.decision.costs import Cost, computed_costs
 from epp.core.decision.decisive import decisive
 from epp.core.decision.plugin import TellsCost
 from epp.core.decision.profile import SchedulingProfile, Scored
 from epp.core.decision.shadow import ShadowVerdict
 from epp.core.failures import PluginFailures
-from epp.core.knowledge.candidates import Candidates, Columns, Ints
+from epp.core.knowledge.candidates import REPORTED_S_MAX, Candidates, Columns, Ints
 from epp.core.knowledge.inflight import Lease
 from epp.core.knowledge.rebuilt import numbers_before
 from epp.core.prompt.request import InferenceRequest
@@ -208,7 +208,7 @@ def costs_to_keep(
     if not (
         columns.adapters_reported
         or request.moment.replicas_unheard
-        or now - columns.observed_since_s > FRESH_S_MAX
+        or now - columns.observed_since_s > REPORTED_S_MAX
         or (load is not None and not load[2].complete)
     ):
         return None

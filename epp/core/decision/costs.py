@@ -23,9 +23,6 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint
 
 DIGITS: Final = 6
-FRESH_S_MAX: Final = 1.0
-"""Age of a load report in seconds above which a scorer may use the median of the other endpoints.
-"""
 
 _MATCHED: Final = NUMBERS.index("matched_blocks")
 

@@ -105,7 +105,7 @@ class TellsCost(Protocol):
         in for the one with the longest match. The request then has its model and its numbers, but
         no prompt. If a cost may depend on more than these numbers, the framework calls this during
         the decision, for all candidates. Examples are adapters, peers that do not share, and load
-        reports that are missing or old.
+        reports that are missing or older than `REPORTED_S_MAX`.
         """
         ...
 

@@ -46,6 +46,12 @@ NUMBERS: Final = (
 """Columns that together describe the state of an endpoint at a decision, as returned by
 `numbers_of`.
 """
+REPORTED_S_MAX: Final = 2.0
+"""Maximum age in seconds of an endpoint's metrics that a scorer with costs (`TellsCost`) uses as
+they are. Older ones describe requests that have ended since, and would send all requests to the
+endpoint that was idle then. The scorer may use the median of the other endpoints for them. The
+picker's own counts are used at any age.
+"""
 
 _ROWS: Final = (
     *("waiting_requests", "running_requests", "kv_cache_usage", "kv_capacity_tokens"),

@@ -72,9 +72,9 @@ class Told:
         self.recent = RecentDecisions(self.scheduler.pool, clock=self.clock)
         self.recent.configured(3, self.settings)
 
-    def decide(self, **fields):
+    def decide(self, at_s=0.25, **fields):
         asked = {"prompts": (PROMPT,), "prompt_tokens": len(PROMPT) // BYTES_PER_TOKEN}
-        decision = self.scheduler.schedule(make_request(**(asked | fields)), 0.25)
+        decision = self.scheduler.schedule(make_request(**(asked | fields)), at_s)
         self.recent.decided(decision)
         return decision
 
@@ -141,6 +141,23 @@ async def test_a_cost_is_told_by_its_parts():
     assert " s, including evictions 0.07" in second
     assert "prefill 0.03" in second
     assert decided == "evictions decided"
+
+
+@pytest.mark.parametrize(("at_s", "computed"), [(1.9, False), (2.1, True)])
+def test_costs_are_computed_during_a_decision_only_if_the_reports_are_old(at_s, computed):
+    """A pool that is scraped once a second pays nothing for costs that can be computed later."""
+    told = Told(WeightedScorer("added-time", AddedTime(), 1.0))
+    told.scheduler.keeps_costs = True
+    metrics = EndpointMetrics(
+        waiting_requests=0.0,
+        running_requests=0.0,
+        kv_cache_usage=0.5,
+        block_size_tokens=16,
+        blocks_total=1000,
+    )
+    for slot in range(3):
+        told.scheduler.take(PageScraped(slot, metrics), 0.0)
+    assert (told.decide(at_s=at_s).leg.costs is not None) == computed
 
 
 async def test_the_cost_of_an_adapter_is_among_its_parts():

@@ -2,15 +2,15 @@
 them.
 
 Keys are Homing's own chained hashes over token ids (`core/prompt/token_blocks`). A `Mirror` for
-each rank translates the engine's events into keys. This module stores, for each key, the places
+each rank translates the engine's events into keys. `exact_rows` stores, for each key, the places
 that hold it, as one integer with a bit for each place. A look-up walks the keys of a prompt from
 its beginning and drops every place that lacks the next key.
 
 **Events are exact, and late.** An engine sends events after a step has run, so after queue and
 prefill. A second index therefore keeps the decisions of the last seconds, with a short time to
 live. Both indexes count. The time to live grows with the delay of the endpoint's events. To measure
-it, the index sometimes waits for the event of a decision, until the engine reports that decision or
-a later one. An endpoint that is later than `LATE_S_MAX` does not count as complete.
+it, `exact_awaited` sometimes waits for the event of a decision, until the engine reports that
+decision or a later one. An endpoint that is later than `LATE_S_MAX` does not count as complete.
 
 **Streams that do not count.** `set_stream` sets the state of each endpoint's stream. An endpoint
 without a stream has no entries here, and the index of decisions answers for it (`joined`). If an
@@ -33,11 +33,9 @@ with more than an even share drops what it stored last, which is the end of conv
 no longer counts as complete.
 """
 
-import math
 from array import array
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -46,11 +44,14 @@ from msgspec import Struct
 from epp.core.abilities import Abilities, Origin
 from epp.core.duration import Duration
 from epp.core.knowledge.candidates import Affinity, Floats, Ints
+from epp.core.knowledge.exact_awaited import AwaitedEvents, told_blocks
 from epp.core.knowledge.exact_parameters import (
     NUMBER_BYTES,
     ROW_BYTES,
     PrecisePrefixCacheParameters,
 )
+from epp.core.knowledge.exact_rows import Rows, walk_one
+from epp.core.knowledge.exact_slots import COUNTS, Place, RankState, SlotState
 from epp.core.knowledge.index import (
     EXACT,
     HOST_BLOCKS,
@@ -63,7 +64,7 @@ from epp.core.knowledge.index import (
 from epp.core.knowledge.model_names import ModelNames
 from epp.core.knowledge.prefix import PrefixIndex, PrefixIndexSettings
 from epp.core.kv_events.mirror import Changed, Mirror
-from epp.core.kv_events.payload import DEVICE, Cleared, Event, Fault, Removed, Stored
+from epp.core.kv_events.payload import Cleared, Event, Fault, Removed, Stored
 from epp.core.kv_events.stream import StreamState
 from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.prompt.request import InferenceRequest
@@ -81,15 +82,8 @@ KNOWN_SPARE_MAX: Final = 4_096
 GIVEN_UP_SHARE: Final = 64
 """Divisor of a mirror's size that gives the least number of blocks to drop at a time for memory."""
 RECENT_BYTES_MAX: Final = 16 * 1024 * 1024
-LATE_S_MAX: Final[Seconds] = 30.0
-"""Time for which the index waits for the events of a decision."""
-AWAITED_MAX: Final = 32
-"""Maximum number of decisions per endpoint whose events are awaited, spread over `LATE_S_MAX`."""
-SOUGHT_MAX: Final = 256
-"""Maximum number of prompts per endpoint that were requested before the engine had cached them."""
 HOST: Final = "cpu"
 """Engines' name of the tier from which other engines can fetch blocks."""
-_COUNTS: Final = frozenset({StreamState.REPLAYING, StreamState.LIVE})
 
 
 class ExactIndexSettings(PrecisePrefixCacheParameters, frozen=True):
@@ -141,47 +135,6 @@ class ExactStatistics(Struct):
     """Number of times that an engine's stores and removals did not balance."""
 
 
-class _Place:
-    """The rows of one mirror, which share its bit."""
-
-    __slots__ = ("bit", "mirror", "mirror_numbers", "mirror_rows", "number", "rank", "slot")
-
-    def __init__(self, number: int, slot: int, rank: int, mirror: Mirror) -> None:
-        self.number = number
-        self.bit = 1 << number
-        self.slot = slot
-        """Slot of the endpoint; -1 if the place is forgotten."""
-        self.rank = rank
-        self.mirror = mirror
-        self.mirror_rows, self.mirror_numbers = 0, 0
-        """Sizes of the mirror when they were last counted."""
-
-
-class _Rank:
-    """The state of one rank's stream."""
-
-    __slots__ = ("complete", "counting", "place", "state")
-
-    def __init__(self) -> None:
-        self.place: _Place | None = None
-        self.state = StreamState.NONE
-        self.complete = False
-        self.counting = True
-
-    @property
-    def is_gone(self) -> bool:
-        """Return whether the rank has no stream and no blocks."""
-        silent = self.place is None or not len(self.place.mirror)
-        return self.state is StreamState.NONE and silent
-
-    @property
-    def told_all(self) -> bool:
-        """Return whether all blocks that the rank has cached are known."""
-        place = self.place
-        counts = self.complete and self.state in _COUNTS
-        return counts and place is not None and not place.mirror.cut
-
-
 class _Placed(Struct, frozen=True, gc=False):
     """The data that undoes a `record` at a rank."""
 
@@ -190,59 +143,6 @@ class _Placed(Struct, frozen=True, gc=False):
     number: int
     """Number of the rank in the index of decisions for ranks."""
     there: Any
-
-
-class _Slot:
-    """The state of one endpoint, apart from its rows."""
-
-    __slots__ = ("awaited", "blocks_total", "overdue", "placed", "ranks", "sought")
-
-    def __init__(self) -> None:
-        self.ranks = [_Rank()]
-        """States of the ranks; at least one, and usually only one."""
-        self.awaited: deque[tuple[Seconds, int]] = deque()
-        """Awaited decisions as (time, key that the engine will report), oldest first."""
-        self.overdue = False
-        """True if an event was awaited for `LATE_S_MAX` and neither it nor a later one came."""
-        self.blocks_total = 0
-        """Number of blocks of all ranks; 0 if the engine does not report it."""
-        self.sought: dict[int, Held] = {}
-        """Answers that are updated until the engine has the whole prompt, by the prompt's last key."""
-        self.placed: dict[int, int] = {}
-        """Number of each rank in the index of decisions for ranks; it stays valid as long as this
-        object.
-        """
-
-    @property
-    def told_all(self) -> bool:
-        """Return whether all blocks that each rank has cached are known."""
-        return all(rank.told_all for rank in self.ranks)
-
-    def seek(self, key: int, held: Held) -> Held:
-        """Update `held` from now on, or return the earlier answer for the prompt that ends with
-        `key`.
-        """
-        sought = self.sought
-        known = sought.get(key)
-        if known is not None:
-            known.blocks = max(known.blocks, held.blocks)
-            return known
-        if len(sought) >= SOUGHT_MAX:
-            sought.pop(next(iter(sought))).void = True
-        sought[key] = held
-        return held
-
-    def found(self, keys: Iterable[int]) -> None:
-        """Record that the engine has `keys` cached from now on."""
-        for key in self.sought.keys() & keys:
-            held = self.sought.pop(key)
-            held.blocks = held.total
-
-    def seek_no_more(self) -> None:
-        """Invalidate the answers, because the engine's events so far are no longer valid."""
-        for held in self.sought.values():
-            held.void = True
-        self.sought.clear()
 
 
 class ExactIndex:
@@ -254,17 +154,12 @@ class ExactIndex:
         self.block_tokens: Final = settings.block_tokens
         self._blocks_max: Final = max(1, TOKENS_MAX // settings.block_tokens)
         self.statistics: Final = ExactStatistics()
-        self.entries = 0
-        """Number of (key, endpoint) pairs in all tiers, including forgotten ones that are not yet
-        removed.
-        """
-        self._tiers: dict[str, dict[int, int]] = {DEVICE: {}}
-        """Places that hold a key, as a bit mask, by tier, then by key."""
-        self._slots: list[_Slot] = []
-        self._places: list[_Place | None] = []
+        self._rows = Rows()
+        self._slots: list[SlotState] = []
+        self._places: list[Place | None] = []
         self._slot_of: list[int] = []
         """Slot of each place by its number; -1 if the place is forgotten."""
-        self._forgotten: list[_Place] = []
+        self._forgotten: list[Place] = []
         self._counted = 0
         """Bits of the places whose streams count."""
         self._mirror_rows, self._mirror_numbers = 0, 0
@@ -273,10 +168,7 @@ class ExactIndex:
         """Part of `_spare` that is left since it was last computed."""
         self._memory_share = 1.0
         self._names = ModelNames()
-        self._awaiting = False
-        """True if the event of any decision is awaited."""
-        self._looked_at_s: Seconds = -math.inf
-        """Time of the last check for awaited events."""
+        self._awaited = AwaitedEvents(self._rows, settings.block_tokens)
         self._exact: Floats | None = None
         """The column `EXACT`, or None if it must be computed again."""
         self._settings = settings
@@ -299,7 +191,7 @@ class ExactIndex:
             return False
         self._settings = settings
         self._sglang = settings.kv_events_config.engine_type == "sglang"
-        self._weights = {tier: settings.weight_of(tier) for tier in self._tiers}
+        self._rows.weigh(settings.weight_of)
         self.limit_memory(self._memory_share)
         recent = self._recent_settings(settings)
         return self._recent.configure(recent) and self._placed.configure(recent)
@@ -322,6 +214,13 @@ class ExactIndex:
         self._memory_max_bytes = int(share * self._settings.memory_max_bytes)
         self._known_spare = 0
 
+    @property
+    def entries(self) -> int:
+        """Return the number of (key, endpoint) pairs in all tiers, including forgotten ones that
+        are not yet removed.
+        """
+        return self._rows.entries
+
     # Look-ups.
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
@@ -335,7 +234,7 @@ class ExactIndex:
             self.statistics.unknown_tokens += 1
             return Affinity(np.zeros(slots, dtype=np.int64), 0, columns)
         matched = np.zeros(slots, dtype=np.int64)
-        host = np.zeros(slots) if self._tiers.get(HOST) else None
+        host = np.zeros(slots) if self._rows.tiers.get(HOST) else None
         total = 0
         for number, chain in enumerate(chains):
             blocks = len(chain) // HASH_BYTES
@@ -382,7 +281,7 @@ class ExactIndex:
     @property
     def bytes_estimated(self) -> int:
         """Return the estimated memory of the index in the process, from measured constants."""
-        keys = sum(map(len, self._tiers.values()))
+        keys = self._rows.keys
         # One mirror of each key shares its number with the row.
         others = max(0, self._mirror_numbers - keys)
         told_bytes = (keys + self._mirror_rows) * ROW_BYTES + others * NUMBER_BYTES
@@ -475,9 +374,9 @@ class ExactIndex:
         known = self._rank(slot, rank)
         known.state = state
         known.complete = complete
-        if not complete or state not in _COUNTS:
+        if not complete or state not in COUNTS:
             self._await_nothing(slot)
-        if known.place is None and state in _COUNTS:
+        if known.place is None and state in COUNTS:
             self._new_place(slot, rank)
         ranks, placed = self._slots[slot].ranks, self._slots[slot].placed
         while len(ranks) > 1 and ranks[-1].is_gone:
@@ -499,8 +398,8 @@ class ExactIndex:
         """
         ranks = self.ranks_at(slot)
         held = np.zeros(ranks, dtype=np.int64)
-        known = self._slots[slot].ranks if slot < len(self._slots) else ()
-        places = [rank.place for rank in known if rank.place is not None]
+        known = self._slots[slot] if slot < len(self._slots) else None
+        places = known.places if known is not None else []
         alive = self._counted & sum(place.bit for place in places)
         rank_of = {place.number: place.rank for place in places}
         for number, chain in enumerate(self._chains(request)):
@@ -528,7 +427,7 @@ class ExactIndex:
         self._forgotten.append(place)
         if len(place.mirror) <= SWEPT_AT_ONCE_MAX or len(self._forgotten) > self._ranks:
             self._sweep(place, len(place.mirror))
-        if known.state in _COUNTS:
+        if known.state in COUNTS:
             self._new_place(slot, rank)
         self._count_places()
 
@@ -545,29 +444,26 @@ class ExactIndex:
             return None
         if any(rank.state is not StreamState.LIVE for rank in known.ranks):
             return None
-        mirrors = [rank.place.mirror for rank in known.ranks if rank.place is not None]
-        size = max(mirror.engine_block_tokens for mirror in mirrors)
+        size = known.engine_block_tokens
         if not size or request.cache_salt or self._adapter_of(request) != "":
             return None
         keys = array("Q", chains[0])
-        total = self._told_blocks(len(keys), size)
+        total = told_blocks(len(keys), self.block_tokens, size)
         if not total:
             return None
-        most = max(
-            self._held_blocks(rank.place, keys, total)
-            for rank in known.ranks
-            if rank.place is not None
-        )
+        most = max(self._held_blocks(place, keys, total) for place in known.places)
         held = Held(most, total, self.block_tokens)
         return held if most == total else known.seek(keys[total - 1], held)
 
-    def _held_blocks(self, place: _Place, keys: "array[int]", total: int) -> int:
+    def _held_blocks(self, place: Place, keys: "array[int]", total: int) -> int:
         """Return how many of the first `total` of `keys` the place holds, from the first on."""
         # The key of a block depends on the whole prompt up to its end.
-        if self._holds(place, keys[total - 1]):
+        if self._rows.holds(place.bit, keys[total - 1]):
             return total
         # Engines evict the end of a prompt before its beginning.
-        return bisect_left(range(total), True, key=lambda at: not self._holds(place, keys[at]))
+        return bisect_left(
+            range(total), True, key=lambda at: not self._rows.holds(place.bit, keys[at])
+        )
 
     # Decisions of the scheduler.
 
@@ -584,7 +480,7 @@ class ExactIndex:
             self._await_own(request, now)
         if not chains or not self._settings.speculative_indexing:
             return None
-        self._await_told(chains[0], slot, now)
+        self._awaited.sent(self._slot(slot), chains[0], now)
         recent = self._as_recent(chains)
         anywhere = self._recent.record(recent, slot, now)
         if rank is None or not 0 <= rank < self.ranks_at(slot) or self.ranks_at(slot) < 2:
@@ -602,7 +498,7 @@ class ExactIndex:
                 recorded = recorded.anywhere
             self._recent.retract(recent, slot, recorded, now)
             if chains:
-                self._await_no_more(slot, chains[0])
+                self._awaited.not_sent(self._slot(slot), chains[0])
 
     def forget(self, slot: int) -> None:
         """Drop all blocks of `slot`, because its endpoint left or restarted."""
@@ -646,7 +542,7 @@ class ExactIndex:
 
     def _adapter_of(self, request: InferenceRequest) -> str | None:
         """Return the adapter as `ModelNames.adapter_of` does."""
-        return self._names.adapter_of(request.model, self._tiers[DEVICE])
+        return self._names.adapter_of(request.model, self._rows.device)
 
     def _await_own(self, request: InferenceRequest, now: Seconds) -> None:
         """Find out whether `request` names the base model, by watching what engines cache of its
@@ -665,18 +561,11 @@ class ExactIndex:
         )
         if chain:
             # The last key is the one that the fewest other prompts share.
-            names.asked(request.model, array("Q", chain)[-1], self._tiers[DEVICE], now)
+            names.asked(request.model, array("Q", chain)[-1], self._rows.device, now)
 
     def _as_recent(self, chains: tuple[bytes, ...]) -> InferenceRequest:
         block_bytes = self.block_tokens * TOKEN_BYTES
         return InferenceRequest(request_id="", chains={block_bytes: chains})
-
-    def _told_blocks(self, blocks: int, engine_block_tokens: int) -> int:
-        """Return how many of `blocks` blocks without a rest end within a whole block of the engine."""
-        size = engine_block_tokens
-        if not self.block_tokens % size:
-            return blocks
-        return blocks * self.block_tokens // size * size // self.block_tokens
 
     def _tokens_of(self, request: InferenceRequest, number: int, blocks: int) -> int:
         """Return the tokens of prompt `number`, or an estimate from the request or its blocks if
@@ -742,7 +631,7 @@ class ExactIndex:
 
         `at_of` gives the position in `depths` of each place, by number of the place.
         """
-        found, lost = self._walk(keys, alive)
+        found, lost = self._rows.walk(keys, alive)
         steps: Sequence[int] = ()
         for place_number, blocks in found.items():
             place, at = self._places[place_number], at_of[place_number]
@@ -781,7 +670,7 @@ class ExactIndex:
     def _add_host_blocks(self, host: Floats, keys: list[int]) -> None:
         """Add to each slot the number of leading `keys` in the memory of its host."""
         most: dict[int, int] = {}
-        for place_number, blocks in self._walk_one(self._tiers[HOST], keys, self._counted).items():
+        for place_number, blocks in walk_one(self._rows.tiers[HOST], keys, self._counted).items():
             place = self._places[place_number]
             if place is not None and 0 <= place.slot < len(host):
                 most[place.slot] = max(most.get(place.slot, 0), blocks)
@@ -806,124 +695,18 @@ class ExactIndex:
         chains = request.token_chains_of(step_tokens, TOKENS_MAX, adapter=adapter)
         return array("Q", chains[number])
 
-    def _walk(self, keys: list[int], alive: int) -> tuple[dict[int, int], dict[int, float]]:
-        """Return the leading `keys` that each place with a bit in `alive` holds, by number of the
-        place.
-
-        The second result is what lower tiers deduct, by number of the place.
-        """
-        if any(rows for tier, rows in self._tiers.items() if tier != DEVICE):
-            return self._walk_tiers(keys, alive)
-        return self._walk_one(self._tiers[DEVICE], keys, alive), {}
-
-    def _walk_one(self, rows: dict[int, int], keys: list[int], alive: int) -> dict[int, int]:
-        """Return the leading `keys` that each place holds in one tier, by number of the place."""
-        found: dict[int, int] = {}
-        for depth, key in enumerate(keys):
-            mask = rows.get(key, 0) & alive
-            if mask != alive:
-                _note(found, alive & ~mask, depth)
-                alive = mask
-                if not alive:
-                    return found
-        _note(found, alive, len(keys))
-        return found
-
-    def _walk_tiers(self, keys: list[int], alive: int) -> tuple[dict[int, int], dict[int, float]]:
-        """Walk like `_walk`; a block counts by the best tier that holds it."""
-        found: dict[int, int] = {}
-        lost: dict[int, float] = {}
-        tiers = sorted(self._tiers.items(), key=lambda tier: -self._weights[tier[0]])
-        # Number of blocks by (mask, deduction per block); the pair rarely changes from block to
-        # block.
-        runs: dict[tuple[int, float], int] = {}
-        depth = 0
-        for depth, key in enumerate(keys):
-            left = alive
-            for tier, rows in tiers:
-                mask = rows.get(key, 0) & left
-                if mask:
-                    left &= ~mask
-                    less = 1.0 - self._weights[tier]
-                    if less:
-                        runs[mask, less] = runs.get((mask, less), 0) + 1
-                if not left:
-                    break
-            if left:
-                _note(found, left, depth)
-                alive &= ~left
-                if not alive:
-                    break
-        else:
-            _note(found, alive, len(keys))
-        for (mask, less), blocks in runs.items():
-            for number in _places_in(mask):
-                lost[number] = lost.get(number, 0.0) + less * blocks
-        return found, lost
-
     # Delay of events.
 
-    def _await_told(self, chain: bytes, slot: int, now: Seconds) -> None:
-        """Wait for the event of a prompt that is sent to `slot` now, if its arrival is informative."""
-        known = self._slot(slot)
-        if known.awaited and now - known.awaited[-1][0] < LATE_S_MAX / AWAITED_MAX:
-            return
-        if not known.told_all:
-            return
-        mirrors = [rank.place.mirror for rank in known.ranks if rank.place is not None]
-        size = max(mirror.engine_block_tokens for mirror in mirrors)
-        keys = array("Q", chain)
-        blocks = self._told_blocks(len(keys), size) if size else len(keys)
-        if not blocks or self._any_holds(known, keys[blocks - 1]):
-            return
-        known.awaited.append((now, keys[blocks - 1]))
-        self._awaiting = True
-
-    def _holds(self, place: _Place, key: int) -> bool:
-        return any(rows.get(key, 0) & place.bit for rows in self._tiers.values())
-
-    def _any_holds(self, known: _Slot, key: int) -> bool:
-        places = (rank.place for rank in known.ranks)
-        return any(place is not None and self._holds(place, key) for place in places)
-
     def _look_for_awaited(self, now: Seconds) -> None:
-        """Check for awaited events a few times per `speculativeTTL`, and adapt the time to live of
-        decisions.
-        """
+        """Adapt the time to live of decisions to the delay of events."""
         ttl_s = float(self._settings.speculative_ttl)
-        if not self._awaiting or now - self._looked_at_s < ttl_s / 4:
-            return
-        self._looked_at_s = now
-        self._awaiting = False
-        for slot, known in enumerate(self._slots):
-            awaited = known.awaited
-            newest_first = range(len(awaited), 0, -1)
-            told = next(
-                (at for at in newest_first if self._any_holds(known, awaited[at - 1][1])), 0
-            )
-            for _ in range(told):
-                awaited.popleft()
-            overdue = known.overdue and not told
-            while awaited and now - awaited[0][0] > LATE_S_MAX:
-                awaited.popleft()
-                overdue = True
-            if overdue is not known.overdue:
-                known.overdue = overdue
-                self._exact = None
-            late_s = now - awaited[0][0] if awaited else 0.0
-            # Events without delay need no longer time to live.
-            factor = 1.0 + late_s / ttl_s if late_s > ttl_s / 2 else 1.0
-            self._recent.stretch(slot, factor)
-            for number in known.placed.values():
-                self._placed.stretch(number, factor)
-            self._awaiting = self._awaiting or bool(awaited)
+        if self._awaited.look(self._slots, now, ttl_s, self._stretch):
+            self._exact = None
 
-    def _await_no_more(self, slot: int, chain: bytes) -> None:
-        """Stop waiting for the prompt with this chain, because it was not sent to `slot`."""
-        awaited = self._slot(slot).awaited
-        keys = frozenset(array("Q", chain)) if awaited else ()
-        for one in [one for one in awaited if one[1] in keys]:
-            awaited.remove(one)
+    def _stretch(self, slot: int, known: SlotState, factor: float) -> None:
+        self._recent.stretch(slot, factor)
+        for number in known.placed.values():
+            self._placed.stretch(number, factor)
 
     def _await_nothing(self, slot: int) -> None:
         """Stop waiting for the events of all prompts sent to `slot` so far."""
@@ -935,19 +718,19 @@ class ExactIndex:
 
     # Rows and places.
 
-    def _slot(self, number: int) -> _Slot:
+    def _slot(self, number: int) -> SlotState:
         slots = self._slots
         while number >= len(slots):
-            slots.append(_Slot())
+            slots.append(SlotState())
         return slots[number]
 
-    def _rank(self, slot: int, rank: int) -> _Rank:
+    def _rank(self, slot: int, rank: int) -> RankState:
         """Return the state of a rank. Raises `ValueError` for a rank beyond `RANKS_MAX`."""
         if not 0 <= rank < RANKS_MAX:
             raise ValueError(f"rank is {rank}; it must be at least 0 and below {RANKS_MAX}")
         ranks = self._slot(slot).ranks
         while rank >= len(ranks):
-            ranks.append(_Rank())
+            ranks.append(RankState())
             # The new rank has reported nothing yet.
             self._exact = None
         return ranks[rank]
@@ -957,17 +740,14 @@ class ExactIndex:
         """Return the number of ranks of all slots."""
         return sum(len(known.ranks) for known in self._slots)
 
-    def _blocks_left(self, known: _Slot, place: _Place) -> int:
+    def _blocks_left(self, known: SlotState, place: Place) -> int:
         """Return how many of the engine's blocks can be in `place`, given those of its other ranks."""
         if len(known.ranks) == 1:
             return known.blocks_total
-        others = (rank.place for rank in known.ranks)
-        held = sum(
-            other.mirror.copies for other in others if other is not None and other is not place
-        )
+        held = sum(other.mirror.copies for other in known.places if other is not place)
         return known.blocks_total - held
 
-    def _new_place(self, slot: int, rank: int) -> _Place:
+    def _new_place(self, slot: int, rank: int) -> Place:
         known = self._rank(slot, rank)
         number = next(
             (at for at, place in enumerate(self._places) if place is None), len(self._places)
@@ -978,7 +758,7 @@ class ExactIndex:
         self._slot_of[number] = slot
         mirror = Mirror(self.block_tokens)
         mirror.counting = known.counting
-        place = known.place = self._places[number] = _Place(number, slot, rank, mirror)
+        place = known.place = self._places[number] = Place(number, slot, rank, mirror)
         self._count_places()
         return place
 
@@ -988,47 +768,17 @@ class ExactIndex:
         self._counted = 0
         for known in self._slots:
             for rank in known.ranks:
-                if rank.place is not None and rank.state in _COUNTS:
+                if rank.place is not None and rank.state in COUNTS:
                     self._counted |= rank.place.bit
 
-    def _apply(self, changes: Iterable[Changed], place: _Place) -> int:
+    def _apply(self, changes: Iterable[Changed], place: Place) -> int:
         """Apply changes to the rows of `place`; return how many rows were removed."""
-        bit = place.bit
-        new = gone = 0
         known = self._slots[place.slot] if place.slot >= 0 else None
-        for changed in changes:
-            rows = self._tiers.get(changed.tier)
-            if rows is None:
-                rows = self._tiers[changed.tier] = {}
-                self._weights[changed.tier] = self._settings.weight_of(changed.tier)
-            keys = changed.keys
-            if changed.held:
-                for key in keys:
-                    mask = rows.get(key)
-                    if mask is None:
-                        # The place's own integer is shared by all keys that only this place holds.
-                        rows[key] = bit
-                        new += 1
-                    elif not mask & bit:
-                        rows[key] = mask | bit
-                        new += 1
-                if known is not None and known.sought:
-                    known.found(keys)
-                continue
-            for key in keys:
-                mask = rows.get(key, 0)
-                if mask == bit:
-                    del rows[key]
-                    gone += 1
-                elif mask & bit:
-                    rows[key] = mask ^ bit
-                    gone += 1
-        self.entries += new - gone
-        return gone
+        return self._rows.apply(changes, place.bit, known)
 
     # Memory.
 
-    def _sweep(self, place: _Place, blocks_max: int) -> int:
+    def _sweep(self, place: Place, blocks_max: int) -> int:
         """Remove rows of a forgotten place; return how many blocks were removed."""
         changes: list[Changed] = []
         given = place.mirror.give_up(blocks_max, changes)
@@ -1039,7 +789,7 @@ class ExactIndex:
             self._places[place.number] = None
         return max(1, given)
 
-    def _count_rows(self, place: _Place) -> None:
+    def _count_rows(self, place: Place) -> None:
         """Update the totals with the current sizes of the mirror of `place`."""
         rows, numbers = place.mirror.rows, place.mirror.numbers
         self._mirror_rows += rows - place.mirror_rows
@@ -1058,7 +808,7 @@ class ExactIndex:
         """Return the number of blocks to which each rank is entitled."""
         return self._memory_max_bytes // (2 * ROW_BYTES) // max(1, self._ranks)
 
-    def _room(self, stored: Stored, place: _Place) -> int:
+    def _room(self, stored: Stored, place: Place) -> int:
         """Return how many more blocks the mirror of `place` may store: those of `stored`, if they
         fit.
         """
@@ -1090,17 +840,3 @@ class ExactIndex:
         self._count_rows(largest)
         self.statistics.evicted_memory += self._apply(changes, largest)
         self._exact = None
-
-
-def _note(found: dict[int, int], mask: int, depth: int) -> None:
-    """Record a depth of `depth` blocks for the places of `mask`."""
-    if depth:
-        found.update(dict.fromkeys(_places_in(mask), depth))
-
-
-def _places_in(mask: int) -> Iterator[int]:
-    """Yield the numbers of the bits that are set."""
-    while mask:
-        lowest = mask & -mask
-        yield lowest.bit_length() - 1
-        mask ^= lowest

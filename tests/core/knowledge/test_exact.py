@@ -12,12 +12,8 @@ import pytest
 
 from epp.core.duration import Duration
 from epp.core.knowledge import exact as module
-from epp.core.knowledge.exact import (
-    KNOWN_SPARE_MAX,
-    LATE_S_MAX,
-    SOUGHT_MAX,
-    ExactIndexSettings,
-)
+from epp.core.knowledge.exact import KNOWN_SPARE_MAX, ExactIndexSettings
+from epp.core.knowledge.exact_awaited import LATE_S_MAX
 from epp.core.knowledge.exact_parameters import (
     ROW_BYTES,
     IndexerConfig,
@@ -25,6 +21,7 @@ from epp.core.knowledge.exact_parameters import (
     TierWeight,
     TokenProcessorConfig,
 )
+from epp.core.knowledge.exact_slots import SOUGHT_MAX
 from epp.core.knowledge.index import EXACT, HOST_BLOCKS, missing_verbs
 from epp.core.kv_events.mirror import Changed
 from epp.core.kv_events.payload import BlockExtra, Cleared, Fault, Removed, Stored, read_payload

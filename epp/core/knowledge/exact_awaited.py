@@ -1,0 +1,100 @@
+"""The delay of engines' KV-cache events, measured by the events of some decisions.
+
+After some decisions the index waits for the event that the engine will send for the prompt. As long
+as it does not come, decisions count for longer. An endpoint that is later than `LATE_S_MAX` is
+overdue: it does not count as complete.
+"""
+
+import math
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from epp.core.knowledge.exact_rows import Rows
+from epp.core.knowledge.exact_slots import SlotState
+from epp.core.types import Seconds
+
+LATE_S_MAX: Final[Seconds] = 30.0
+"""Time for which the index waits for the events of a decision."""
+AWAITED_MAX: Final = 32
+"""Maximum number of decisions per endpoint whose events are awaited, spread over `LATE_S_MAX`."""
+
+
+class AwaitedEvents:
+    """The awaited events of all endpoints, whose keys appear in `rows` once they come."""
+
+    def __init__(self, rows: Rows, block_tokens: int) -> None:
+        self._rows = rows
+        self._block_tokens = block_tokens
+        self._any = False
+        """True if the event of any decision is awaited."""
+        self._looked_at_s: Seconds = -math.inf
+        """Time of the last check for awaited events."""
+
+    def sent(self, known: SlotState, chain: bytes, now: Seconds) -> None:
+        """Wait for the event of a prompt that is sent to an endpoint now, if its arrival is
+        informative.
+        """
+        if known.awaited and now - known.awaited[-1][0] < LATE_S_MAX / AWAITED_MAX:
+            return
+        if not known.told_all:
+            return
+        keys, size = array("Q", chain), known.engine_block_tokens
+        blocks = told_blocks(len(keys), self._block_tokens, size) if size else len(keys)
+        if not blocks or self._holds(known, keys[blocks - 1]):
+            return
+        known.awaited.append((now, keys[blocks - 1]))
+        self._any = True
+
+    def not_sent(self, known: SlotState, chain: bytes) -> None:
+        """Stop waiting for the prompt with this chain, because it was not sent there."""
+        awaited = known.awaited
+        keys = frozenset(array("Q", chain)) if awaited else ()
+        for one in [one for one in awaited if one[1] in keys]:
+            awaited.remove(one)
+
+    def look(
+        self,
+        slots: Sequence[SlotState],
+        now: Seconds,
+        ttl_s: Seconds,
+        stretch: Callable[[int, SlotState, float], None],
+    ) -> bool:
+        """Check for awaited events a few times per `ttl_s`, the time to live of decisions.
+
+        Call `stretch` with the slot of each endpoint, its state and the factor by which its
+        decisions live longer. Return whether any endpoint became overdue or ceased to be.
+        """
+        if not self._any or now - self._looked_at_s < ttl_s / 4:
+            return False
+        self._looked_at_s = now
+        self._any = changed = False
+        for slot, known in enumerate(slots):
+            awaited = known.awaited
+            newest_first = range(len(awaited), 0, -1)
+            told = next((at for at in newest_first if self._holds(known, awaited[at - 1][1])), 0)
+            for _ in range(told):
+                awaited.popleft()
+            overdue = known.overdue and not told
+            while awaited and now - awaited[0][0] > LATE_S_MAX:
+                awaited.popleft()
+                overdue = True
+            if overdue is not known.overdue:
+                known.overdue = overdue
+                changed = True
+            late_s = now - awaited[0][0] if awaited else 0.0
+            # Events without delay need no longer time to live.
+            stretch(slot, known, 1.0 + late_s / ttl_s if late_s > ttl_s / 2 else 1.0)
+            self._any = self._any or bool(awaited)
+        return changed
+
+    def _holds(self, known: SlotState, key: int) -> bool:
+        return any(self._rows.holds(place.bit, key) for place in known.places)
+
+
+def told_blocks(blocks: int, block_tokens: int, engine_block_tokens: int) -> int:
+    """Return how many of `blocks` blocks without a rest end within a whole block of the engine."""
+    size = engine_block_tokens
+    if not block_tokens % size:
+        return blocks
+    return blocks * block_tokens // size * size // block_tokens

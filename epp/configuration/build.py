@@ -15,11 +15,9 @@ from epp.configuration.config import (
     ConfigError,
     PickerConfig,
     PluginTables,
-    block_tokens_of,
-    is_prefix,
-    joined_names,
     load_config,
 )
+from epp.configuration.needed_indexes import block_tokens_of, is_prefix, joined_names
 from epp.core.decision.plugin import Picker, declaration_fault
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.failures import Interrupted

@@ -12,11 +12,11 @@ from epp.configuration.config import (
     DEFAULT_SOURCE,
     PickerConfig,
     PluginTables,
-    block_tokens_of,
     load_config,
 )
 from epp.configuration.describing import config_hash, diff_configs
 from epp.configuration.memory_plan import MemoryPlan, fitted
+from epp.configuration.needed_indexes import block_tokens_of
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.journal.events import Configured
 from epp.core.prompt.parse import ParserName, ParserSet

@@ -4,8 +4,9 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from epp.configuration.build import build_settings, plugin_tables
-from epp.configuration.config import joined_names, load_config
+from epp.configuration.config import load_config
 from epp.configuration.memory_plan import MemoryPlan, fitted
+from epp.configuration.needed_indexes import joined_names
 from epp.core.abilities import Abilities, Origin
 from epp.core.decision.inputs import (
     EventsHeard,

@@ -1,0 +1,88 @@
+"""The problems and warnings of one configuration document, and the conversion of its values."""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from epp.configuration.compatibility import IGNORED_SECTIONS, REFUSED_SECTIONS
+from epp.configuration.document import ConfigError, as_one_line, decode, nearest, sentence_of
+from epp.core.failures import Interrupted, place_of
+
+T = TypeVar("T")
+
+
+class Findings:
+    """The problems and warnings found so far. `source` names the document in each of them."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.problems: list[str] = []
+        self.warnings: list[str] = []
+
+    def problem(self, sentence: str) -> None:
+        """Add a problem, which makes the document invalid."""
+        self.problems.append(f"{self.source}: {sentence}")
+
+    def warn(self, sentence: str) -> None:
+        """Add a warning."""
+        self.warnings.append(as_one_line(f"{self.source}: {sentence}"))
+
+    def raise_problems(self) -> None:
+        """Raise `ConfigError` if there are problems."""
+        if self.problems:
+            raise ConfigError(self.problems)
+
+    def convert(self, value: Any, kind: type[T], where: str) -> T | None:
+        """Convert `value` to a `kind`. Return None after a problem."""
+        before = len(self.problems)
+        if isinstance(value, dict) and issubclass(kind, Struct):
+            value = self._without_unknown(value, kind, where)
+        try:
+            converted = msgspec.convert(value, kind, dec_hook=decode)
+        except (msgspec.ValidationError, TypeError) as error:
+            self.problem(sentence_of(where, error, kind))
+            return None
+        except BaseException as error:  # noqa: BLE001  a plugin checks its own parameters
+            self.problem(raised(where, "checking them", error, "expected ValueError"))
+            return None
+        return converted if len(self.problems) == before else None
+
+    def _without_unknown(
+        self, value: dict[str, Any], kind: type[Struct], where: str
+    ) -> dict[str, Any]:
+        """Report all unknown fields at once, because msgspec would report only the first."""
+        known = kind.__struct_encode_fields__
+        for name in value:
+            member = f"{where}.{name}"
+            if why := REFUSED_SECTIONS.get(member):
+                self.problem(f"{member} is not supported, because {why}: remove it")
+            elif why := IGNORED_SECTIONS.get(member):
+                self.warn(f"{member} has no effect, because {why}")
+            elif name not in known:
+                self.problem(f"{where} has unknown field `{name}`{nearest(str(name), known)}")
+        return {name: member for name, member in value.items() if name in known}
+
+    def items(self, value: Any, where: str) -> Sequence[Any]:
+        """Return the members of a list; none if there is no list, or after a problem."""
+        if value is None:
+            return ()
+        if not isinstance(value, list):
+            self.problem(f"{where}: expected a list, got {type(value).__name__}")
+            return ()
+        return value
+
+
+def raised(where: str, what: str, error: BaseException, *expected: str) -> str:
+    """Return the problem that a plugin raised `error`. Raises `error` again if it is an
+    `Interrupted`.
+    """
+    if isinstance(error, Interrupted):
+        raise error
+    return ", ".join((f"{where}: {what} raised {type(error).__name__}{place_of(error)}", *expected))
+
+
+def shown(given: object) -> str:
+    """Return the text of a document's value for a message."""
+    return "missing" if given is None else repr(given)

@@ -1,0 +1,184 @@
+"""The scheduling profiles of a configuration document: the acting one and the shadow."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from epp.configuration.declared_plugins import ConfiguredPlugin, DeclaredPlugins, Role
+from epp.configuration.findings import raised
+from epp.core.decision.plugin import Picker, declaration_fault
+from epp.core.decision.profile import (
+    NamedFilter,
+    NamedResponder,
+    SchedulingProfile,
+    WeightedScorer,
+)
+from epp.core.parameters import Parameters
+
+_WEIGHT: Final = 1.0
+"""Weight of a scorer without one, as in the reference picker."""
+_PICKER: Final = "max-score-picker"
+DETECTOR: Final = "utilization-detector"
+
+
+class _ProfilePlugin(Parameters, frozen=True):
+    plugin_ref: str
+    weight: float | None = None
+
+
+class _ProfileSpec(Parameters, frozen=True):
+    name: str
+    plugins: tuple[_ProfilePlugin, ...] = ()
+
+
+class _ShadowSpec(Parameters, frozen=True):
+    plugins: Annotated[tuple[_ProfilePlugin, ...], Meta(min_length=1)]
+    name: str = "shadow"
+    share: Annotated[float, Meta(gt=0, le=1)] = 1.0
+
+
+class ProfileSections:
+    """The reader of the sections `schedulingProfiles` and `shadow`."""
+
+    def __init__(self, declared: DeclaredPlugins) -> None:
+        self.declared = declared
+        self.findings = declared.findings
+
+    def acting(self, value: Any) -> SchedulingProfile | None:
+        """Return the profile that places requests, or None after a problem."""
+        items = self.findings.items(value, "schedulingProfiles")
+        if len(items) > 1:
+            self.findings.problem(
+                f"schedulingProfiles has {len(items)} profiles, expected one: every request is "
+                "scheduled once, because prefill and decode are not disaggregated"
+            )
+            return None
+        if not items:
+            return self._profile_of_all()
+        where = "schedulingProfiles[0]"
+        spec = self.findings.convert(items[0], _ProfileSpec, where)
+        if spec is None:
+            return None
+        entries = self._entries(where, spec.plugins)
+        return self._profile(spec.name, where, entries, self._responders())
+
+    def _responders(self) -> tuple[NamedResponder, ...]:
+        """Return the plugins that take effect by being declared; profiles do not name them."""
+        return tuple(
+            NamedResponder(plugin.name, plugin.plugin)
+            for plugin in self.declared.plugins.values()
+            if plugin.role in {Role.RESPONDER, Role.REQUEST_MARKER}
+        )
+
+    def shadow(self, value: Any) -> tuple[SchedulingProfile | None, float]:
+        """Return the shadow profile, and the share of the decisions that it judges."""
+        spec = None if value is None else self.findings.convert(value, _ShadowSpec, "shadow")
+        if spec is None:
+            return None, 1.0
+        profile = self._profile(spec.name, "shadow", self._entries("shadow", spec.plugins))
+        return profile, spec.share
+
+    def _entries(
+        self, where: str, plugins: Sequence[_ProfilePlugin]
+    ) -> list[tuple[ConfiguredPlugin, float]]:
+        """Return the plugins of a profile with their weights, without those that have a problem."""
+        entries: list[tuple[ConfiguredPlugin, float]] = []
+        seen: set[str] = set()
+        for index, entry in enumerate(plugins):
+            place = f"{where}.plugins[{index}]"
+            if entry.plugin_ref in seen:
+                self.findings.problem(f"{place}: {entry.plugin_ref} is already in this profile")
+                continue
+            seen.add(entry.plugin_ref)
+            plugin = self.declared.refer(
+                place, entry.plugin_ref, Role.FILTER, Role.SCORER, Role.PICKER
+            )
+            if plugin is None:
+                continue
+            if entry.weight is not None and plugin.role is not Role.SCORER:
+                self.findings.warn(
+                    f"{place}: the weight of {plugin.role} {plugin.name} has no effect"
+                )
+            weight = _WEIGHT if entry.weight is None else entry.weight
+            entries.append((plugin, weight))
+        return entries
+
+    def _profile_of_all(self) -> SchedulingProfile | None:
+        """Return a profile of every declared filter, scorer and picker, for a document without
+        profiles.
+        """
+        in_profile = {Role.FILTER, Role.SCORER, Role.PICKER}
+        entries = [
+            (plugin, _WEIGHT)
+            for plugin in self.declared.plugins.values()
+            if plugin.role in in_profile and plugin.type_name != DETECTOR
+        ]
+        return self._profile("default", "plugins", entries, self._responders())
+
+    def _profile(
+        self,
+        name: str,
+        where: str,
+        entries: Sequence[tuple[ConfiguredPlugin, float]],
+        responders: tuple[NamedResponder, ...] = (),
+    ) -> SchedulingProfile | None:
+        pickers = [plugin for plugin, _ in entries if plugin.role is Role.PICKER]
+        if len(pickers) > 1:
+            names = ", ".join(plugin.name for plugin in pickers)
+            self.findings.problem(
+                f"{where} has {len(pickers)} pickers, expected at most one: {names}"
+            )
+            return None
+        scorers: list[WeightedScorer] = []
+        for plugin, weight in entries:
+            if plugin.role is Role.SCORER:
+                try:
+                    scorers.append(WeightedScorer(plugin.name, plugin.plugin, weight))
+                except ValueError as error:
+                    self.findings.problem(f"{where}: {error}")
+        if self.findings.problems:
+            return None
+        picker_name, picker = self._picker(pickers)
+        filters = [found for plugin, _ in entries if (found := self._filter_of(plugin))]
+        if self.findings.problems:
+            return None
+        try:
+            return SchedulingProfile(
+                name=name,
+                filters=tuple(filters),
+                scorers=tuple(scorers),
+                picker_name=picker_name,
+                picker=picker,
+                responders=responders,
+            )
+        except ValueError as error:
+            self.findings.problem(f"{where}: {error}")
+            return None
+
+    def _filter_of(self, plugin: ConfiguredPlugin) -> NamedFilter | None:
+        """Return the filter that `plugin` is or brings along; None if there is none, or after a
+        problem.
+        """
+        if plugin.role is Role.FILTER:
+            return NamedFilter(plugin.name, plugin.plugin)
+        if plugin.role is not Role.SCORER or not plugin.plugin.abilities.brings_filter:
+            return None
+        try:
+            brought = plugin.plugin.filter
+        except BaseException as error:  # noqa: BLE001  the boundary of a plugin
+            self.findings.problem(raised(plugin.where, "filter", error))
+            return None
+        if brought is None:
+            return None
+        if fault := declaration_fault(type(brought)):
+            self.findings.problem(f"{plugin.where}: {type(brought).__name__} {fault}")
+            return None
+        return NamedFilter(plugin.name, brought)
+
+    def _picker(self, pickers: Sequence[ConfiguredPlugin]) -> tuple[str, Picker]:
+        for plugin in (*pickers, *self.declared.plugins.values()):
+            if plugin in pickers or plugin.type_name == _PICKER:
+                return plugin.name, plugin.plugin
+        return _PICKER, msgspec.convert({}, self.declared.tables.pickers[_PICKER])

@@ -241,11 +241,14 @@ class Recording:
     `faults` maps a verb to what it does instead of answering.
     """
 
-    signature = "recording"
-
-    def __init__(self, calls, faults):
+    def __init__(self, calls, faults, scale):
         self.calls = calls
         self.faults = faults
+        self.scale = scale
+
+    @property
+    def signature(self):
+        return self._asked("signature", "recording")
 
     def _told(self, verb, *given):
         self.calls.append((verb, *given))
@@ -257,7 +260,7 @@ class Recording:
         return self.faults[verb]() if verb in self.faults else answer
 
     def match(self, request, slots, now):
-        matched = np.arange(slots, dtype=np.int64)
+        matched = self.scale * np.arange(slots, dtype=np.int64)
         return self._asked("match", Affinity(matched, slots))
 
     def record(self, request, slot, now, *, rank=None):
@@ -340,6 +343,7 @@ class RecordingSettings(Parameters, frozen=True):
     )
     calls: list
     faults: dict[str, object] = field(default_factory=dict)
+    scale: int = 1
     block_tokens: int = 64
     memory_max_bytes: int = 1_000
 
@@ -347,7 +351,7 @@ class RecordingSettings(Parameters, frozen=True):
         if "open" in self.faults:
             self.faults["open"]()
         self.calls.append(("open",))
-        return Recording(self.calls, self.faults)
+        return Recording(self.calls, self.faults, self.scale)
 
     def adopt(self, index):
         if "adopt" in self.faults:
@@ -378,7 +382,7 @@ class Driven:
         self.leases.append(lease)
         together = self.indexes.join(affinities)
         at = self.indexes.matched_at(request(), slot, N, now)
-        return affinities["first"].matched.tolist(), together.matched.tolist(), at
+        return [affinities[name].matched.tolist() for name in SOUND], together.matched.tolist(), at
 
     def _end(self, slot, number, now):
         if self.leases:
@@ -434,7 +438,16 @@ SOUND = ("first", "second")
 STEPS = ("decide", "end", "page", "forget", "tick", "peers", "events", "ranks", "configure")
 VERBS = (
     *("match", "record", "retract", "release", "forget", "expire", "resize", "limit_memory"),
-    *("measures", "share", "learn", "shared_entries", "hear", "set_stream", "adapters_told"),
+    *(
+        "measures",
+        "signature",
+        "share",
+        "learn",
+        "shared_entries",
+        "hear",
+        "set_stream",
+        "adapters_told",
+    ),
     *("change", "clear", "silence", "ranks_at", "held_by_ranks", "held", "open", "adopt"),
 )
 FAULTS = (explode, *map(ends, ENDS), lambda: "no answer that an index may give")
@@ -442,7 +455,8 @@ FAULTS = (explode, *map(ends, ENDS), lambda: "no answer that an index may give")
 
 @hypothesis_settings(max_examples=60, deadline=None)
 @given(
-    faults=st.dictionaries(st.sampled_from(VERBS), st.sampled_from(FAULTS)),
+    faults=st.dictionaries(st.sampled_from(VERBS), st.sampled_from(FAULTS))
+    | st.sampled_from(FAULTS).map(lambda fault: dict.fromkeys(VERBS, fault) | {"open": bool}),
     at=st.integers(1, 2),
     steps=st.lists(
         st.tuples(st.sampled_from(STEPS), st.integers(0, N - 1), st.integers(0, 2)), max_size=25
@@ -453,7 +467,7 @@ def test_the_other_indexes_do_not_notice_a_faulty_one(faults, at, steps):
     alone = {name: [] for name in SOUND}
     beside = {name: [] for name in SOUND}
     settings = [(name, RecordingSettings(calls=calls)) for name, calls in beside.items()]
-    settings.insert(at, ("faulty", RecordingSettings(calls=[], faults=faults)))
+    settings.insert(at, ("faulty", RecordingSettings(calls=[], faults=faults, scale=9)))
     without = Driven({name: RecordingSettings(calls=calls) for name, calls in alone.items()})
     driven = Driven(dict(settings))
     for step in steps:
@@ -463,6 +477,23 @@ def test_the_other_indexes_do_not_notice_a_faulty_one(faults, at, steps):
     assert driven.answers == without.answers
     assert {one.name for one in driven.failures} <= {"faulty"}
     assert not len(without.failures)
+
+
+def test_what_an_index_recorded_before_it_was_opened_again_is_not_undone():
+    """The new index does not know it, and has other requests."""
+    calls = []
+    settings = RecordingSettings(calls=calls, faults={"forget": explode})
+    indexes = Indexes(PluginFailures())
+    indexes.configure(IndexesSettings({"faulty": settings}))
+    old, new = (Lease(request(), slot, 0, 0, 0.0) for slot in (0, 1))
+    indexes.record(old, 0.0)
+    indexes.forget(2)
+    indexes.record(new, 1.0)
+    calls.clear()
+    for lease in (old, new):
+        indexes.release(lease, 2.0)
+        indexes.undo(lease, lease.slot, 2.0, ("faulty",))
+    assert [(verb, slot) for verb, slot, _ in calls] == [("release", 1), ("retract", 1)]
 
 
 def test_a_signal_passes_through_the_indexes():

@@ -4,6 +4,7 @@ documentation.
 `docs.evidence` measures by it, and `docs.reference` makes the table of docs/evidence.md from it.
 """
 
+import ast
 import hashlib
 import json
 import re
@@ -206,20 +207,74 @@ def digest(ids: Mapping[str, str], sources: Iterable[str], revision: str = "HEAD
 
 
 def stale(root: Path, entries: Sequence[Entry], today: date) -> tuple[dict[str, str], bool]:
-    """Return the reason of each stale entry by its name, and whether a repository told."""
+    """Return the reason of each stale entry by its name, and whether a repository was read.
+
+    A source counts as unchanged if only docstrings and comments of its Python files differ.
+    """
     paths = {(at, one) for e in entries for at in ("HEAD", e.commit) for one in ("", *e.sources)}
     ids = objects(root, sorted(f"{at}:{one}" for at, one in paths))
     reasons = {}
+    code = _CodeComparison(root)
     for entry in entries:
         age_days, sources, commit = (today - entry.date).days, entry.sources, entry.commit
         if entry.stale_after_days and age_days > entry.stale_after_days:
             reasons[entry.name] = f"{age_days} days old, more than {entry.stale_after_days}"
         elif ids is not None and digest(ids, sources) != entry.digest:
-            changed = [one for one in sources if ids[f"{commit}:{one}"] != ids[f"HEAD:{one}"]]
             # A shallow clone does not have the commit: then git cannot say which sources changed.
-            known = changed if ids[f"{commit}:"] != _MISSING else []
-            reasons[entry.name] = f"changed since: {', '.join(known) or 'its sources'}"
+            known = ids[f"{commit}:"] != _MISSING
+            changed = [one for one in sources if known and code.differs(commit, one)]
+            if changed or not known:
+                reasons[entry.name] = f"changed since: {', '.join(changed) or 'its sources'}"
     return reasons, ids is not None
+
+
+class _CodeComparison:
+    """A comparison of sources at two commits that ignores docstrings and comments of Python files."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._same: dict[tuple[str, str], bool] = {}
+        """Whether two blobs, named by their git ids, contain the same code."""
+
+    def differs(self, commit: str, source: str) -> bool:
+        """Return whether the code of `source`, a file or a folder, differs between `commit` and HEAD."""
+        words = ("--raw", "--no-renames", "--abbrev=40", "-z", commit, "HEAD", "--", source)
+        fields = (git(self._root, "diff", *words) or "").split("\0")
+        for about, path in zip(fields[::2], fields[1::2], strict=False):
+            _, _, before, after, status = about.split(" ")
+            if status != "M" or not path.endswith(".py") or not self._same_code(before, after):
+                return True
+        return False
+
+    def _same_code(self, before: str, after: str) -> bool:
+        if (before, after) not in self._same:
+            texts = [git(self._root, "cat-file", "blob", blob) or "" for blob in (before, after)]
+            try:
+                same = code_of(texts[0]) == code_of(texts[1])
+            except SyntaxError:
+                same = False
+            self._same[before, after] = same
+        return self._same[before, after]
+
+
+def code_of(text: str) -> str:
+    """Return the syntax tree of a Python module as a text, without docstrings, which include the
+    texts after attributes. Raises `SyntaxError`.
+    """
+    module = ast.parse(text)
+    for node in ast.walk(module):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [each for each in body if not _is_text(each)]  # type: ignore[attr-defined]
+    return ast.dump(module)
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
 
 
 # --- agreement with the tree ------------------------------------------------------------------------

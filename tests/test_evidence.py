@@ -225,6 +225,23 @@ def test_an_entry_is_stale_once_a_commit_changes_a_source(repository, capsys):
     assert "2 entries of evidence, 2 stale" in told
 
 
+@pytest.mark.parametrize(
+    ("text", "stale"),
+    [
+        ('"""Say how fast."""\n\nSPEED = 1  # in tokens\n"""The speed."""\n', set()),
+        ('"""Say how fast."""\n\nSPEED = 2\n', {"night"}),
+        ('"""Say how fast."""\n\nSPEED = "1"\n', {"night"}),
+        ("SPEED = \n", {"night"}),
+    ],
+)
+def test_docstrings_and_comments_make_no_entry_stale(repository, text, stale):
+    assert repository.run("measure", "--only", "night") == 0
+    repository.commit()
+    repository.write("engine/speed.py", text)
+    repository.commit()
+    assert repository.stale() - {"made"} == stale
+
+
 def test_a_shallow_clone_knows_what_is_stale(repository, tmp_path, capsys):
     repository.run("measure", "--only", "night")
     repository.commit()

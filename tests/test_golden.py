@@ -32,6 +32,7 @@ from epp.core.decision.inputs import (
 from epp.core.decision.profile import NamedFilter, SchedulingProfile, WeightedScorer
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.decision.stages import Stages
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.core.prompt.request import InferenceRequest
@@ -70,12 +71,14 @@ class Stage:
             else:
                 scorers.append(WeightedScorer(name, SCORERS[name](), float(value)))
         settings = SchedulerSettings(
-            profile=SchedulingProfile(
-                name="golden",
-                filters=tuple(filters),
-                scorers=tuple(scorers),
-                picker_name=picker,
-                picker=PICKERS[picker](),
+            stages=Stages(
+                decode=SchedulingProfile(
+                    name="golden",
+                    filters=tuple(filters),
+                    scorers=tuple(scorers),
+                    picker_name=picker,
+                    picker=PICKERS[picker](),
+                )
             ),
             indexes={PREFIX: PrefixIndexSettings()},
             prefix=PREFIX,

@@ -13,6 +13,7 @@ from epp.core.decision.inputs import PageScraped, PoolReplaced
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
 from epp.core.decision.scheduler import Scheduler
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.decision.stages import Stages
 from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.core.protocol.session import SessionSettings
 from epp.core.types import AdapterReport, EndpointMetrics
@@ -31,12 +32,14 @@ WEIGHT_ONE = (
 def pods(*rows):
     """A pool of 192.168.1.<i+1>:8000 from (queue, kv, running adapters...), max_lora 0."""
     settings = SchedulerSettings(
-        profile=SchedulingProfile(
-            name="default",
-            filters=(),
-            scorers=tuple(WeightedScorer(name, SCORERS[name](), 1.0) for name in WEIGHT_ONE),
-            picker_name="max-score-picker",
-            picker=PICKERS["max-score-picker"](),
+        stages=Stages(
+            decode=SchedulingProfile(
+                name="default",
+                filters=(),
+                scorers=tuple(WeightedScorer(name, SCORERS[name](), 1.0) for name in WEIGHT_ONE),
+                picker_name="max-score-picker",
+                picker=PICKERS["max-score-picker"](),
+            )
         ),
         indexes={PREFIX: PrefixIndexSettings()},
         prefix=PREFIX,

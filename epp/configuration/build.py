@@ -20,6 +20,7 @@ from epp.configuration.config import (
 from epp.configuration.needed_indexes import block_tokens_of, is_prefix, joined_names
 from epp.core.decision.plugin import Picker, declaration_fault
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.decision.stages import Stages
 from epp.core.failures import Interrupted
 from epp.core.knowledge.affinity import NoHitLruSettings, SessionIndexSettings
 from epp.core.knowledge.exact import ExactIndexSettings
@@ -147,7 +148,7 @@ def build_settings(
     ]
     speeds = (plugin.peak_prefill_throughput for plugin in readers)
     return SchedulerSettings(
-        profile=msgspec.structs.replace(profile, picker=picker),
+        stages=Stages(decode=msgspec.structs.replace(profile, picker=picker)),
         indexes=config.indexes,
         prefix=config.prefix,
         joined=joined_names(config.indexes, config.prefix),

@@ -45,6 +45,7 @@ from epp.core.decision.profile import (
     SchedulingProfile,
 )
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.decision.stages import Stages
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.saturation import UtilizationDetector
@@ -256,7 +257,7 @@ def _try_out(
     at stake.
     """
     settings = SchedulerSettings(
-        profile=profile,
+        stages=Stages(decode=profile),
         indexes=indexes,
         prefix=prefix,
         block_tokens=block_tokens_of(indexes, prefix),

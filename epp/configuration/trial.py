@@ -23,6 +23,7 @@ from epp.core.decision.inputs import (
 )
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.decision.stages import Stages
 from epp.core.duration import Duration
 from epp.core.failures import FailingPlugin, PluginFailures
 from epp.core.knowledge.inflight import Ending, Outcome
@@ -94,7 +95,7 @@ def failing_plugins(settings: SchedulerSettings) -> list[FailingPlugin]:
     # These settings neither drop stale endpoints nor refuse requests of low priority.
     permissive = replace(
         settings,
-        profile=replace(profile, filters=()),
+        stages=Stages(decode=replace(profile, filters=())),
         metrics_staleness_s=math.inf,
         saturation=_NEVER_FULL,
         session_tokens=SessionTokens((b"trial",)),

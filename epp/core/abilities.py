@@ -90,6 +90,10 @@ class Abilities(Struct, frozen=True, kw_only=True):
     counts_blocks: bool = False
     """The settings have `block_tokens`; the index needs the hashes of blocks of that many tokens.
     """
+    caches_media: bool = False
+    """The index counts encoded images, audio and video. If another endpoint encodes them for a
+    request, the index records the request at that endpoint only.
+    """
     names_sessions: bool = False
     """The settings have `session_in`, which returns the session that a request names, or "" if it
     names none.

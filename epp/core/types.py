@@ -30,6 +30,19 @@ class ApiKind(StrEnum):
     """Unknown API or unread body: routed by load alone."""
 
 
+class Stage(StrEnum):
+    """A part of the work on a request, for which an endpoint is chosen."""
+
+    DECODE = "decode"
+    """Generation of the answer, with every part that has no endpoint of its own. The gateway sends
+    the request to its endpoint.
+    """
+    PREFILL = "prefill"
+    """Computation of the prompt's KV cache."""
+    ENCODE = "encode"
+    """Encoding of images, audio and video."""
+
+
 CORE_EXTRACTOR: Final = "core-metrics-extractor"
 """Producer of attributes for which a configuration names no producer."""
 NO_ATTRIBUTES: Final[Mapping[str, float]] = MappingProxyType({})
@@ -177,6 +190,8 @@ class RefusalReason(StrEnum):
     BAD_REQUEST = "bad-request"
     BODY_TOO_LARGE = "body-too-large"
     NO_ENDPOINTS = "rejected-no-endpoints"
+    NO_PREFILL_ENDPOINTS = "rejected-no-prefill-endpoints"
+    NO_ENCODE_ENDPOINTS = "rejected-no-encode-endpoints"
     OVERLOADED = "rejected-overloaded"
     """The picker is overloaded; the endpoints were not considered."""
     SATURATED = "rejected-saturated"
@@ -199,3 +214,5 @@ class Refusal(Struct, frozen=True, kw_only=True):
     """Member of the body that is at fault, or None."""
     eliminated: Mapping[str, int] = field(default_factory=dict)
     """Number of endpoints dropped, by name of the step or filter."""
+    stage: Stage | None = None
+    """Stage that has no endpoint, or None if the configuration has only one stage."""

@@ -48,7 +48,9 @@ class EncoderCacheSettings(Parameters, frozen=True):
     """
 
     type_name: ClassVar[str] = "mm-embeddings-cache-producer"
-    abilities: ClassVar[Abilities] = Abilities(shares=True, measures=True, warns=True)
+    abilities: ClassVar[Abilities] = Abilities(
+        caches_media=True, shares=True, measures=True, warns=True
+    )
 
     cache_size_in_mb_per_server: _Mebibytes | None = field(
         default=None, name="cacheSizeInMBPerServer"

@@ -17,6 +17,7 @@ from epp.core.decision.inputs import (
 from epp.core.decision.profile import NamedFilter, SchedulingProfile, WeightedScorer
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.decision.stages import Stages
 from epp.core.failures import Interrupted, PluginFailures
 from epp.core.parameters import Parameters
 from epp.plugins.pickers import MaxScore
@@ -289,8 +290,10 @@ class Marks(Parameters, frozen=True):
 def test_headers_that_cannot_be_set_are_left_out(headers, what):
     """Those of the other plugins are set."""
     settings = SchedulerSettings(
-        profile=profile(
-            scorers=[Marks(headers=headers), Marks(headers=lambda: {"x-good": "é \udcff\t!"})]
+        stages=Stages(
+            decode=profile(
+                scorers=[Marks(headers=headers), Marks(headers=lambda: {"x-good": "é \udcff\t!"})]
+            )
         )
     )
     made = Scheduler(settings, seed=1)
@@ -327,7 +330,7 @@ class MarksRequest(Marks, frozen=True):
 def test_headers_of_requests_that_cannot_be_set_are_left_out(headers, what):
     """As those of responses."""
     marking = [MarksRequest(headers=headers), MarksRequest(headers=lambda: {"x-good": "yes"})]
-    made = Scheduler(SchedulerSettings(profile=profile(scorers=marking)), seed=1)
+    made = Scheduler(SchedulerSettings(stages=Stages(decode=profile(scorers=marking))), seed=1)
     made.take(PoolReplaced([endpoint(0)]), 0.0)
     decision = made.schedule(request(), 1.0)
     assert decision.request_headers() == {"x-good": "yes"}
@@ -389,7 +392,9 @@ class NamesSessions(Answers, frozen=True):
 )
 def test_a_session_that_cannot_be_told_is_none(does, what):
     """The decision stands, and the failure is counted by the scorer's name."""
-    scheduler = Scheduler(SchedulerSettings(profile=profile(scorers=[NamesSessions(does)])), seed=1)
+    scheduler = Scheduler(
+        SchedulerSettings(stages=Stages(decode=profile(scorers=[NamesSessions(does)]))), seed=1
+    )
     scheduler.take(PoolReplaced([endpoint(0)]), 0.0)
     for _ in range(2):
         assert isinstance(scheduler.schedule(request(), 0.0), Decision)

@@ -14,6 +14,7 @@ from epp.core.decision.inputs import PoolReplaced, Reconfigured
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
 from epp.core.decision.scheduler import Scheduler
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.decision.stages import Stages
 from epp.core.session_tokens import NO_TOKENS, SessionTokens
 from epp.plugins.pickers import MaxScore
 from epp.plugins.session_affinity import SessionAffinityScorer
@@ -136,7 +137,8 @@ def picker(*keys, accept_unsigned=False):
         picker=MaxScore(),
     )
     settings = SchedulerSettings(
-        profile=profile, session_tokens=SessionTokens(keys, accept_unsigned=accept_unsigned)
+        stages=Stages(decode=profile),
+        session_tokens=SessionTokens(keys, accept_unsigned=accept_unsigned),
     )
     made = Scheduler(settings, seed=1)
     made.take(PoolReplaced(PODS), 0.0)

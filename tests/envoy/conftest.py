@@ -6,6 +6,7 @@ import pytest
 from msgspec import Struct
 
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.decision.stages import Stages
 from epp.core.protocol.session import SessionSettings
 from epp.shell.gateway.bootstrap import BootstrapOptions
 from tests.envoy.picker import IN_TURN, Picker, running_picker
@@ -65,7 +66,7 @@ def wire(opened, tmp_path, transport) -> Callable[..., Awaitable[Wired]]:
         pods: int = 1,
         settings: SessionSettings | None = None,
         edit: Callable[[dict], None] | None = None,
-        scheduling: SchedulerSettings = SchedulerSettings(profile=IN_TURN),  # noqa: B008  a constant
+        scheduling: SchedulerSettings = SchedulerSettings(stages=Stages(decode=IN_TURN)),  # noqa: B008  a constant
         **options,
     ) -> Wired:
         served = await opened.enter_async_context(running_pods(pods))

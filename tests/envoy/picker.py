@@ -13,6 +13,7 @@ from epp.core.decision.inputs import PageScraped, PoolReplaced
 from epp.core.decision.profile import SchedulingProfile
 from epp.core.decision.scheduler import Scheduler
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.decision.stages import Stages
 from epp.core.knowledge.candidates import Candidates, Floats, Ints
 from epp.core.knowledge.inflight import Outcome
 from epp.core.protocol.session import Exchange, Session, SessionSettings, StreamFailure
@@ -183,7 +184,7 @@ async def running_picker(
     settings: SessionSettings | None = None,
     streams_max: int = STREAMS_MAX,
     transport: str = "ngh2",
-    scheduling: SchedulerSettings = SchedulerSettings(profile=IN_TURN),  # noqa: B008  a constant
+    scheduling: SchedulerSettings = SchedulerSettings(stages=Stages(decode=IN_TURN)),  # noqa: B008  a constant
 ) -> AsyncIterator[Picker]:
     """Serve ext_proc and health on a free port of loopback until the end of the block."""
     picker = Picker(settings or SessionSettings(), streams_max, transport, scheduling)

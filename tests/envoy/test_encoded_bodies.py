@@ -12,6 +12,7 @@ import brotli
 import pytest
 
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.decision.stages import Stages
 from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.core.prompt.encodings import Unparsed, zstd
 from epp.core.protocol.session import SessionSettings
@@ -25,7 +26,7 @@ CHATS = 200
 CHATS_OF_A_PROMPT = 4
 PATH = "/v1/chat/completions"
 WITH_PREFIXES = SchedulerSettings(
-    profile=IN_TURN, indexes={PREFIX: PrefixIndexSettings()}, prefix=PREFIX
+    stages=Stages(decode=IN_TURN), indexes={PREFIX: PrefixIndexSettings()}, prefix=PREFIX
 )
 ENCODERS = {
     "identity": bytes,

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from epp.core.decision.inputs import OutputStarted, PageScraped, PoolReplaced, RequestEnded
 from epp.core.decision.scheduler import Scheduler
+from epp.core.decision.stages import Stages
 from epp.core.knowledge.inflight import Outcome
 from epp.core.types import Endpoint, EndpointMetrics
 from tests.builders import request
@@ -201,7 +202,7 @@ class Ours:
         settings = settings_of(config)
         self._follower = _Follower(settings.profile.picker)
         profile = replace(settings.profile, picker=self._follower)
-        self.scheduler = Scheduler(replace(settings, profile=profile), seed=seed)
+        self.scheduler = Scheduler(replace(settings, stages=Stages(decode=profile)), seed=seed)
         self._key_header = key_header
         self._inflight = []
         self._sent = 0

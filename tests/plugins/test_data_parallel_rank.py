@@ -23,6 +23,7 @@ from epp.core.decision.inputs import (
 )
 from epp.core.decision.rank_choice import RankChoice
 from epp.core.decision.scheduler import Scheduler
+from epp.core.decision.stages import Stages
 from epp.core.knowledge.inflight import Outcome
 from epp.core.kv_events.payload import Stored
 from epp.core.kv_events.stream import StreamState
@@ -206,7 +207,7 @@ def test_what_came_of_choosing_is_counted():
     made.take(Reconfigured(made.settings), 2.0)
     assert choices(made)["named"] == 3
     without = structs.replace(
-        made.settings, profile=structs.replace(made.settings.profile, responders=())
+        made.settings, stages=Stages(decode=structs.replace(made.settings.profile, responders=()))
     )
     assert Scheduler(without, seed=1).rank_choices == {}
 

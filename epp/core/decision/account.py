@@ -24,7 +24,7 @@ from epp.core.knowledge.candidates import REPORTED_S_MAX, Candidates, Columns, I
 from epp.core.knowledge.inflight import Lease
 from epp.core.knowledge.rebuilt import numbers_before
 from epp.core.prompt.request import InferenceRequest
-from epp.core.types import Endpoint, Seconds
+from epp.core.types import Endpoint, Seconds, Stage
 
 _Found = TypeVar("_Found")
 
@@ -46,11 +46,15 @@ class _FoundOnce(Generic[_Found]):
         return found
 
 
-class Role(StrEnum):
-    """The part of a request for which an endpoint is chosen."""
+class Route(StrEnum):
+    """The stages that have an endpoint of their own; the values are those of llm-d-router."""
 
-    SERVE = "serve"
-    """The whole request."""
+    DECODE_ONLY = "decode-only"
+    PREFILL_DECODE = "prefill-decode"
+    ENCODE_DECODE = "encode-decode"
+    ENCODE_PREFILL_DECODE = "encode-prefill-decode"
+    AGGREGATED_FALLBACK = "aggregated-fallback"
+    """One endpoint serves the whole request, because a stage that must run had no endpoint."""
 
 
 class Ranking(Struct, frozen=True, kw_only=True, dict=True):
@@ -101,9 +105,10 @@ class Ranking(Struct, frozen=True, kw_only=True, dict=True):
 class Leg(Ranking, frozen=True, kw_only=True, dict=True):
     """A leg of a request: the endpoint that was chosen for one part of it, and the reasons."""
 
-    role: Role = Role.SERVE
+    stage: Stage = Stage.DECODE
     endpoint: Endpoint
     fallbacks: tuple[Endpoint, ...]
+    """Fallback endpoints of the decode stage; further endpoints of the encode stage."""
     ready: int
     """Number of endpoints that were ready and in the gateway's subset, before filters."""
     dropped: Mapping[str, Ints]
@@ -170,10 +175,16 @@ class Account(Struct, frozen=True, kw_only=True, gc=False):
     number: int
     request: InferenceRequest
     legs: tuple[Leg, ...]
-    """Legs in the order in which the request passes through them; one leg if one endpoint serves it
-    all.
+    """The leg of the endpoint that the gateway sends the request to, then those of prefill and of
+    encode, if other endpoints do these.
     """
     shadow: ShadowVerdict | None
+    route: Route | None = None
+    """Route of the request, or None if the configuration has only one stage."""
+    uncached_tokens: int = 0
+    """Number of prompt tokens that the decode endpoint is estimated not to have cached, if the
+    configuration has several stages.
+    """
 
     @property
     def leg(self) -> Leg:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from random import Random
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from epp.core.decision.kept_scores import KeptScores
 from epp.core.decision.profile import Kept, SchedulingProfile, Scored
@@ -31,6 +31,10 @@ class ProfileState(Struct):
     filters_alike: bool = False
     """True if the profile has the very same filters as the acting profile, whose result it can
     borrow.
+    """
+    own_cold: bool = False
+    """True if `request.moment.cold` must say whether any candidate of this profile has a part of the
+    prompt, not whether any endpoint of the pool has.
     """
 
 
@@ -63,6 +67,12 @@ class Choice(Struct, frozen=True, gc=False):
     def slot(self) -> int:
         """Return the slot of the chosen endpoint."""
         return self.ranked.slot.item(self.picked[0])
+
+    @property
+    def others(self) -> list[int]:
+        """Return the slots of the picker's other choices."""
+        others: list[int] = self.ranked.slot[self.picked[1:]].tolist()
+        return others
 
     def fallbacks(self, most: int) -> list[int]:
         """Return the slots of up to `most` fallback endpoints: the picker's other choices, then the
@@ -101,6 +111,8 @@ def choose(
             return _nobody_left(kept, len(candidates))
         if staleness is not None:
             ranked, dropped = _fresh_first(kept, staleness)
+    if state.own_cold:
+        request = cold_among(request, ranked)
     known: Floats | None = None
     if acting is not None and (
         ranked is acting.ranked or np.array_equal(ranked.slot, acting.ranked.slot)
@@ -110,6 +122,12 @@ def choose(
     picked = profile.pick(scored.total, ranked, state.random, rotation, failures)
     sound = failures.so_far == failed_before
     return Choice(candidates, ranked, dropped, scored, picked.tolist(), sound)
+
+
+def cold_among(request: InferenceRequest, candidates: Candidates) -> InferenceRequest:
+    """Return `request`, which is cold if none of `candidates` has a part of its prompt cached."""
+    cold = not candidates.matched_most()
+    return structs.replace(request, moment=structs.replace(request.moment, cold=cold))
 
 
 def _fresh_first(kept: Kept, staleness: Staleness) -> tuple[Candidates, dict[str, Ints]]:

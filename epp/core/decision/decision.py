@@ -7,7 +7,7 @@ from epp.core.decision.profile import Marker, RequestMarker
 from epp.core.decision.rank_choice import RankChooser
 from epp.core.knowledge.candidates import Candidates
 from epp.core.knowledge.inflight import Lease
-from epp.core.types import Endpoint
+from epp.core.types import Endpoint, Stage
 
 
 class Decision(Struct, frozen=True, kw_only=True, gc=False):
@@ -23,6 +23,8 @@ class Decision(Struct, frozen=True, kw_only=True, gc=False):
     """Plugins that set headers on the request."""
     offered: Candidates | None = None
     """Candidates before filtering, or None if no plugin needs them."""
+    earlier: tuple[Leg, ...] = ()
+    """Legs of the prefill and encode stages; () if one endpoint serves the whole request."""
     rank_chooser: RankChooser | None = None
     """Plugin that selects a data-parallel rank, or None if none is configured."""
 
@@ -38,6 +40,18 @@ class Decision(Struct, frozen=True, kw_only=True, gc=False):
     @property
     def lease(self) -> Lease:
         return self.leg.lease
+
+    @property
+    def prefiller(self) -> Endpoint | None:
+        """Return the endpoint that prefills, or None if the request's endpoint does it."""
+        legs = (leg for leg in self.earlier if leg.stage is Stage.PREFILL)
+        return next((leg.endpoint for leg in legs), None)
+
+    @property
+    def encoders(self) -> tuple[Endpoint, ...]:
+        """Return the endpoints that encode media; () if the endpoint that prefills does it."""
+        legs = (leg for leg in self.earlier if leg.stage is Stage.ENCODE)
+        return next(((leg.endpoint, *leg.fallbacks) for leg in legs), ())
 
     @property
     def predicted_tokens(self) -> int:

@@ -50,6 +50,12 @@ class LoadReported(Struct, frozen=True, gc=False):
     header: str
 
 
+class ResponseStarted(Struct, frozen=True, gc=False):
+    """The headers of a successful response arrived for `lease`, which several endpoints serve."""
+
+    lease: Lease
+
+
 class OutputStarted(Struct, frozen=True, gc=False):
     """The first chunk of the answer arrived, so the prompt of `lease` is prefilled."""
 
@@ -155,6 +161,7 @@ Input: TypeAlias = (
     | PageScraped
     | ScrapeFailed
     | LoadReported
+    | ResponseStarted
     | OutputStarted
     | ServedBy
     | RequestEnded

@@ -11,7 +11,7 @@ from random import Random
 from typing import Final, cast
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 from numpy import ndarray
 
 from epp.core.decision.kept_scores import KeptScores
@@ -227,6 +227,14 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
             raise ValueError(
                 f"all weights of profile {self.name} are 0; at least one must be above 0"
             )
+
+    @cached_property
+    def of_role(self) -> "SchedulingProfile":
+        """Return this profile with those filters alone that read only labels, such as roles."""
+        filters = tuple(
+            named for named in self.filters if named.plugin.abilities.reads == ("labels",)
+        )
+        return structs.replace(self, filters=filters)
 
     @property
     def members(self) -> tuple[NamedFilter | WeightedScorer, ...]:

@@ -22,12 +22,13 @@ from typing import Any, Final, Protocol
 
 from msgspec import Struct, structs
 
-from epp.core.decision.account import Account, Leg, costs_to_keep, predicted_tokens
+from epp.core.decision.account import Account, Leg, Route, costs_to_keep, predicted_tokens
 from epp.core.decision.choice import (
     Choice,
     ProfileState,
     Staleness,
     choose,
+    cold_among,
     nobody_ready,
     saturated,
 )
@@ -48,15 +49,19 @@ from epp.core.decision.inputs import (
     PoolReplaced,
     Reconfigured,
     RequestEnded,
+    ResponseStarted,
     ScrapeFailed,
     ServedBy,
     StreamChanged,
     Tick,
 )
 from epp.core.decision.kept_scores import KeptScores
+from epp.core.decision.profile import SchedulingProfile
 from epp.core.decision.rank_choice import RankChoice
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import Shadow, ShadowTotals
+from epp.core.decision.staged_choice import StagedChoice, decode_first, prefill_first
+from epp.core.decision.stages import Order, PrefillEnd, rotation_of
 from epp.core.failures import PluginFailures
 from epp.core.knowledge.answer_lengths import AnswerLengths
 from epp.core.knowledge.availability import Available, available
@@ -68,13 +73,14 @@ from epp.core.knowledge.indexes import Indexes
 from epp.core.knowledge.inflight import MAY_BE_FULL, Ending, InflightLedger, Lease, Outcome
 from epp.core.knowledge.load_report import read_load_report
 from epp.core.knowledge.outliers import Outlier, Outliers
+from epp.core.knowledge.pair_failures import PairFailures
 from epp.core.knowledge.peer_load import PeerLoads
 from epp.core.knowledge.pool import EndpointPool, Standing
 from epp.core.knowledge.sessions import SessionReturns
 from epp.core.moment import Moment
 from epp.core.prompt.blocks import KnownSegments
 from epp.core.prompt.request import InferenceRequest
-from epp.core.types import BYTES_PER_TOKEN, Endpoint, Refusal, Seconds
+from epp.core.types import BYTES_PER_TOKEN, Endpoint, Refusal, Seconds, Stage
 
 __all__ = ["Decision", "Scheduler", "Sent", "Witness"]
 
@@ -88,6 +94,8 @@ class Sent(Struct, frozen=True, gc=False):
     request: InferenceRequest
     slot: int
     at_s: Seconds
+    left_out: tuple[str, ...] = ()
+    """Names of the indexes that did not record the decision."""
 
 
 class Witness(Protocol):
@@ -106,8 +114,8 @@ class Witness(Protocol):
 
 
 class Scheduler:
-    """A scheduler for one pool of endpoints: one profile, the indexes that it reads and the
-    requests in flight.
+    """A scheduler for one pool of endpoints: one profile for each stage, the indexes that they read
+    and the requests in flight.
     """
 
     def __init__(self, settings: SchedulerSettings, *, seed: int) -> None:
@@ -125,6 +133,8 @@ class Scheduler:
         """
         self.outlying: dict[int, Outlier] = {}
         """Causes by slot of the endpoints that were outliers at the last tick."""
+        self.pairs = PairFailures()
+        """Failures of requests that several endpoints served."""
         self.full = FullEndpoints()
         """Endpoints that refused requests because they are full; they receive fewer requests for a
         while.
@@ -143,6 +153,8 @@ class Scheduler:
         """
         self.rank_choices: dict[RankChoice, int] = {}
         """Outcomes for requests at endpoints with several ranks; empty if no plugin selects ranks."""
+        self.may_hold = False
+        """True if any plugin can delay requests."""
         self.shadow_totals = ShadowTotals()
         self.shadow_failures = PluginFailures()
         self.keeps_costs = False
@@ -181,11 +193,6 @@ class Scheduler:
         self.witness.decided(request, decision, now)
         return decision
 
-    @property
-    def may_hold(self) -> bool:
-        """Return whether any plugin can delay requests."""
-        return bool(self.settings.profile.holders)
-
     def holds(self, request: InferenceRequest, now: Seconds) -> bool:
         """Return whether a plugin delays `request` in the waiting line; `schedule` places it all
         the same.
@@ -199,7 +206,8 @@ class Scheduler:
             return False
         offered = available(ready, self.pool.columns, self.outliers.ejection, self.full, now)
         candidates = self._candidates(offered.with_room, {}, request, now)
-        return self.settings.profile.holds(request, candidates, self.failures)
+        profiles = self.settings.stages.profiles()
+        return any(one.holds(request, candidates, self.failures) for _, one in profiles)
 
     def endpoint_of(self, lease: Lease) -> Endpoint | None:
         """Return the endpoint of the request of `lease`, or None if the request ended or the
@@ -245,14 +253,16 @@ class Scheduler:
         request = self._at_this_moment(request, affinities)
         slots = offered.with_room
         candidates = self._candidates(slots, affinities, request, now)
+        if not self._alone:
+            return self._schedule_stages(request, candidates, offered, affinities, now)
         if request.priority < 0 and settings.saturation.saturation(candidates) >= 1.0:
             return saturated(f"the pool is saturated and priority {request.priority} may be shed")
 
         staleness = None
         if not self.pool.all_observed_since(now - settings.metrics_staleness_s):
             staleness = Staleness(settings.metrics_staleness_s, columns.unreachable)
-        state = self._profile_state
-        choice = choose(settings.profile, request, candidates, state, rotation, staleness)
+        profile, state = self._decode, self._profile_state
+        choice = choose(profile, request, candidates, state, rotation, staleness)
         if isinstance(choice, Refusal):
             if slots is offered.in_service:
                 return choice
@@ -260,7 +270,7 @@ class Scheduler:
             # too.
             slots = offered.in_service
             candidates = self._candidates(slots, affinities, request, now)
-            choice = choose(settings.profile, request, candidates, state, rotation, staleness)
+            choice = choose(profile, request, candidates, state, rotation, staleness)
             if isinstance(choice, Refusal):
                 return choice
         verdict = None
@@ -270,7 +280,7 @@ class Scheduler:
         if slots is not ready:
             dropped = offered.left_out(slots, columns) | choice.dropped
             choice = structs.replace(choice, dropped=dropped)
-        leg = self._assume(request, choice, count, now)
+        leg = self._assume(request, choice, profile, count, now)
         self.decisions = number = rotation + 1
         kept = leg.lease.request
         return Decision(
@@ -281,6 +291,166 @@ class Scheduler:
             offered=candidates if self._request_markers else None,
             rank_chooser=self._rank_chooser,
         )
+
+    def _schedule_stages(
+        self,
+        request: InferenceRequest,
+        candidates: Candidates,
+        offered: Available,
+        affinities: Mapping[str, Affinity],
+        now: Seconds,
+    ) -> Decision | Refusal:
+        """Choose an endpoint for each stage of `request`. All stages share one match of the
+        indexes.
+        """
+        settings, rotation = self.settings, self.decisions
+        stages = settings.stages
+        staleness = None
+        if not self.pool.all_observed_since(now - settings.metrics_staleness_s):
+            staleness = Staleness(settings.metrics_staleness_s, self.pool.columns.unreachable)
+
+        def choose_for(
+            stage: Stage, peer: int, fallback: SchedulingProfile | None = None
+        ) -> Choice | Refusal:
+            profile, state = self._stages[stage if fallback is None else None]
+            turn = rotation_of(stage, rotation)
+            near = candidates if peer < 0 else candidates.near(peer)
+            choice = choose(profile, request, near, state, turn, staleness)
+            if isinstance(choice, Refusal) and offered.with_room is not offered.in_service:
+                wider = self._candidates(offered.in_service, affinities, request, now).near(peer)
+                choice = choose(profile, request, wider, state, turn, staleness)
+            return choice
+
+        def cached_at(choice: Choice) -> int:
+            matched, _ = choice.ranked.prefix_match(choice.picked[0])
+            return predicted_tokens(matched, settings.block_tokens, request.prompt_tokens)
+
+        order = prefill_first if stages.order is Order.PREFILL_FIRST else decode_first
+        chosen = order(stages, request, choose_for, cached_at)
+        decode, route = stages.decode, None
+        if isinstance(chosen, Refusal):
+            if stages.fallback is None or chosen.stage in {None, Stage.DECODE}:
+                return chosen
+            alone = choose_for(Stage.DECODE, -1, stages.fallback)
+            if isinstance(alone, Refusal):
+                return alone
+            decode, route = stages.fallback, Route.AGGREGATED_FALLBACK
+            chosen = StagedChoice(alone, cached_tokens=cached_at(alone))
+        if request.priority < 0:
+            refusal = self._saturated_stage(request, chosen, decode)
+            if refusal is not None:
+                return refusal
+        verdict = None
+        if self.shadow is not None:
+            endpoint_in = self.pool.endpoint_in
+            verdict = self.shadow.judge(request, chosen.decode, rotation, staleness, endpoint_in)
+        legs = self._assume_stages(request, chosen, decode, offered, now)
+        self.decisions = number = rotation + 1
+        leg, *earlier = legs
+        account = Account(
+            number=number,
+            request=leg.lease.request,
+            legs=legs,
+            shadow=verdict,
+            route=route or chosen.route,
+            uncached_tokens=request.prompt_tokens - chosen.cached_tokens,
+        )
+        return Decision(
+            account=account,
+            leg=leg,
+            markers=self._markers,
+            request_markers=self._request_markers,
+            offered=chosen.decode.offered if self._request_markers else None,
+            earlier=tuple(earlier),
+            rank_chooser=self._rank_chooser,
+        )
+
+    def _saturated_stage(
+        self, request: InferenceRequest, chosen: StagedChoice, decode: SchedulingProfile
+    ) -> Refusal | None:
+        """Return the refusal of a request that may be shed, if any stage that it needs is
+        saturated.
+        """
+        stages = self.settings.stages
+        for stage, profile, choice in (
+            (Stage.DECODE, decode, chosen.decode),
+            (Stage.PREFILL, stages.prefill, chosen.prefill),
+            (Stage.ENCODE, stages.encode, chosen.encode),
+        ):
+            if profile is None or choice is None:
+                continue
+            of_role = profile.of_role.filter(request, choice.offered, self.failures).candidates
+            if self.settings.saturation.saturation(of_role) >= 1.0:
+                what = f"the endpoints of stage {stage} are saturated"
+                return saturated(f"{what} and priority {request.priority} may be shed")
+        return None
+
+    def _assume_stages(
+        self,
+        request: InferenceRequest,
+        chosen: StagedChoice,
+        decode: SchedulingProfile,
+        offered: Available,
+        now: Seconds,
+    ) -> tuple[Leg, ...]:
+        """Record the choices of all stages under one lease. Return the legs, decode first."""
+        stages = self.settings.stages
+        legs: list[Leg] = []
+        leases: list[Lease] = []
+        for stage, profile, choice in (
+            (Stage.PREFILL, stages.prefill, chosen.prefill),
+            (Stage.ENCODE, stages.encode, chosen.encode),
+            (Stage.DECODE, decode, chosen.decode),
+        ):
+            if profile is None or choice is None:
+                continue
+            dropped = choice.dropped
+            if choice.offered.slot is not offered.ready:
+                left_out = offered.left_out(choice.offered.slot, self.pool.columns)
+                choice = structs.replace(choice, dropped=left_out | dropped)  # noqa: PLW2901
+            leg = self._assume(
+                cold_among(request, choice.ranked),
+                choice,
+                profile,
+                len(offered.ready),
+                now,
+                stage=stage,
+                prefills=stage is not Stage.ENCODE
+                and (stage is Stage.PREFILL or chosen.prefill is None),
+                left_out=self._not_recorded(stage, encodes=chosen.encode is not None),
+            )
+            legs.append(leg)
+            leases.append(leg.lease)
+            if stage is Stage.ENCODE:
+                leases += [self._also_encode(leg.lease, slot, now) for slot in choice.others]
+        *earlier, lease = leases
+        counted = {lease.slot}
+        for one in earlier:
+            if one.slot in counted:
+                self.ledger.join(one)
+            counted.add(one.slot)
+        lease.earlier = tuple(earlier)
+        return (legs[-1], *legs[:-1])
+
+    def _also_encode(self, lease: Lease, slot: int, now: Seconds) -> Lease:
+        """Count the request of `lease`, which an encode endpoint has, at one more of them."""
+        request = lease.request
+        other = self.ledger.open(
+            request, slot, matched_blocks=0, prefill_tokens=0.0, now=now, stage=Stage.ENCODE
+        )
+        self._count_sent(other, now, self._not_of_media)
+        return other
+
+    def _not_recorded(self, stage: Stage, *, encodes: bool) -> tuple[str, ...]:
+        """Return the names of the indexes that do not record the decision for `stage`.
+
+        An index of sessions records only the endpoint that the gateway sends the request to. An
+        index of media records the endpoint that encodes them.
+        """
+        if stage is Stage.ENCODE:
+            return self._not_of_media
+        media = self._of_media if encodes else ()
+        return (*media, *self._of_sessions) if stage is Stage.PREFILL else media
 
     def _at_this_moment(
         self, request: InferenceRequest, affinities: dict[str, Affinity]
@@ -334,10 +504,24 @@ class Scheduler:
             prompt_tokens=request.prompt_tokens,
         )
 
-    def _assume(self, request: InferenceRequest, choice: Choice, ready: int, now: Seconds) -> Leg:
-        """Record a choice in the same step that makes it, so that the next decision sees it.
+    def _assume(
+        self,
+        request: InferenceRequest,
+        choice: Choice,
+        profile: SchedulingProfile,
+        ready: int,
+        now: Seconds,
+        *,
+        stage: Stage = Stage.DECODE,
+        prefills: bool = True,
+        left_out: tuple[str, ...] = (),
+    ) -> Leg:
+        """Record a choice of `profile` in the same step that makes it, so that the next decision
+        sees it.
 
-        `ready` is the number of ready endpoints. Return the leg at the chosen endpoint.
+        `ready` is the number of ready endpoints. `prefills` is True if the chosen endpoint computes
+        the prompt. Indexes named in `left_out` do not record the choice. Return the leg at the
+        chosen endpoint.
         """
         settings, pool = self.settings, self.pool
         candidates, first = choice.ranked, choice.picked[0]
@@ -346,45 +530,47 @@ class Scheduler:
         assert endpoint is not None, "a candidate is an endpoint"
         costs = None
         if self.keeps_costs:
-            costs = costs_to_keep(
-                settings.profile, request, choice, pool.columns, self.failures, now
-            )
+            costs = costs_to_keep(profile, request, choice, pool.columns, self.failures, now)
         matched, total = candidates.prefix_match(first)
         block_tokens = settings.block_tokens
         cached = predicted_tokens(matched, block_tokens, request.prompt_tokens)
-        uncached = float(request.prompt_tokens - cached)
+        uncached = float(request.prompt_tokens - cached) if prefills else 0.0
         lease = self.ledger.open(
-            request, slot, matched_blocks=matched, prefill_tokens=uncached, now=now
+            request, slot, matched_blocks=matched, prefill_tokens=uncached, now=now, stage=stage
         )
-        lease.expected = expected_hit(request, cached, candidates, first, settings.joined[1:])
+        if stage is not Stage.ENCODE:
+            lease.expected = expected_hit(request, cached, candidates, first, settings.joined[1:])
         others: list[int] = []
         fallbacks: tuple[Endpoint, ...] = ()
-        if settings.fallback_endpoints_max:
+        if settings.fallback_endpoints_max and stage is Stage.DECODE:
             others = choice.fallbacks(settings.fallback_endpoints_max)
             fallbacks = tuple(map(pool.endpoint_in, others))
+        elif stage is Stage.ENCODE:
+            fallbacks = tuple(map(pool.endpoint_in, choice.others))
         rank = None
-        if self._rank_chooser is not None:
+        if self._rank_chooser is not None and stage is Stage.DECODE:
             rank = self._rank_chooser.place(
                 lease, others, self.indexes, self.ledger, self.rank_choices, now
             )
-        self._count_sent(lease, now)
-        if self._session_reader is not None:
+        self._count_sent(lease, now, left_out)
+        if self._session_reader is not None and stage is Stage.DECODE:
             session = self._session_reader.session_of(request)
             if session:
                 self._session_returns.note(session)
         lease.request = request.without_prompts()
         if self.sent is not None:
-            self.sent.append(Sent(lease.request, slot, now))
+            self.sent.append(Sent(lease.request, slot, now, left_out))
         return Leg(
+            stage=stage,
             endpoint=endpoint,
             fallbacks=fallbacks,
             ready=ready,
             dropped=choice.dropped,
             candidates=candidates,
             picked=first,
-            scorers=settings.profile.scorer_names,
+            scorers=profile.scorer_names,
             scored=choice.scored,
-            tellers=settings.profile.tellers,
+            tellers=profile.tellers,
             lease=lease,
             matched_blocks=matched,
             total_blocks=total,
@@ -393,14 +579,14 @@ class Scheduler:
             costs=costs,
         )
 
-    def _count_sent(self, lease: Lease, now: Seconds) -> None:
+    def _count_sent(self, lease: Lease, now: Seconds, left_out: tuple[str, ...] = ()) -> None:
         """Record that the request of `lease` is sent to its endpoint."""
         self.outliers.ejection.sent(lease)
         if self.full.by_slot:
             self.full.sent(lease.slot, now)
         if lease.expected is not None:
             self.accuracy.decided(lease.slot, lease.request.model, lease.expected)
-        self.indexes.record(lease, now)
+        self.indexes.record(lease, now, left_out)
 
     # The course of a request.
 
@@ -434,6 +620,25 @@ class Scheduler:
             self.sent.append(Sent(request, slot, now))
         return Effects(moved=True)
 
+    def _end_prefill(self, given: ResponseStarted | OutputStarted, now: Seconds) -> None:
+        """Close the earlier leases of a request, because its answer has begun."""
+        lease = given.lease
+        present = [one for one in (lease, *lease.earlier) if self.ledger.is_live(one)]
+        self.pairs.succeeded([one.slot for one in present])
+        for one in present:
+            if one.probe and one is not lease:
+                self.outliers.probed(one, now, passed=True)
+        self.ledger.close_earlier(lease, now)
+
+    def _start_response(self, given: ResponseStarted, now: Seconds) -> None:
+        if self.settings.stages.prefill_end is PrefillEnd.HEADERS:
+            self._end_prefill(given, now)
+
+    def _start_output(self, given: OutputStarted, now: Seconds) -> None:
+        if given.lease.earlier:
+            self._end_prefill(given, now)
+        self.ledger.first_output(given.lease, now)
+
     def _read_load(self, given: LoadReported, now: Seconds) -> None:
         lease, report = given.lease, read_load_report(given.header)
         if (
@@ -452,7 +657,9 @@ class Scheduler:
             return NO_EFFECTS
         set_aside = None
         live = self.ledger.is_live(lease)
-        if live:
+        if lease.earlier:
+            set_aside = self._end_together(lease, outcome, now)
+        elif live:
             self.outliers.ended(lease, outcome, now)
             if outcome.status is not None and self._responded(lease, outcome, outcome.status, now):
                 set_aside = self.pool.endpoint_in(slot)
@@ -465,6 +672,50 @@ class Scheduler:
             self.accuracy.withdrawn(slot, lease.expected, lease.opened_at_s)
             self.indexes.undo(lease, slot, now, self.settings.beliefs)
         return NO_EFFECTS if set_aside is None else Effects(set_aside=set_aside)
+
+    def _end_together(self, lease: Lease, outcome: Outcome, now: Seconds) -> Endpoint | None:
+        """Judge the endpoints that served the request of `lease` together.
+
+        Return the endpoint that its failures set aside, or None. A status of 500 or more may be
+        that of any of them, so none is blamed before it failed with two different partners. A
+        refusal for lack of capacity may be that of any of them too, and is ignored.
+        """
+        present = [one for one in (lease, *lease.earlier) if self.ledger.is_live(one)]
+        earlier = [one for one in present if one is not lease]
+        status = outcome.status
+        failed = status is not None and status >= 500 and not outcome.full
+        if outcome.unserved:
+            for one in earlier:
+                self.accuracy.withdrawn(one.slot, one.expected, one.opened_at_s)
+                self.indexes.undo(one, one.slot, now, self.settings.beliefs)
+        if (failed or outcome.full) and not outcome.by_gateway:
+            return self._blame(present, lease, now) if failed else None
+        for one in earlier:
+            self.outliers.left(one)
+        if not self.ledger.is_live(lease):
+            return None
+        self.outliers.ended(lease, outcome, now)
+        if status is not None and self._responded(lease, outcome, status, now):
+            return self.pool.endpoint_in(lease.slot)
+        return None
+
+    def _blame(self, present: list[Lease], lease: Lease, now: Seconds) -> Endpoint | None:
+        """Blame the endpoint of `present`, if any, that explains the failure of `lease`.
+
+        `present` are the leases whose endpoints are in the pool. Return the endpoint that is set
+        aside, or None.
+        """
+        for one in present:
+            if one.probe:
+                self.outliers.probed(one, now, passed=False)
+        set_aside = None
+        # The partner may be to blame that has left.
+        if len(present) > len(lease.earlier):
+            for slot in self.pairs.failed([one.slot for one in present]):
+                self.outliers.blame(slot, now)
+                if self.pool.set_aside(slot, now):
+                    set_aside = self.pool.endpoint_in(slot)
+        return set_aside
 
     def _responded(self, lease: Lease, outcome: Outcome, status: int, now: Seconds) -> bool:
         """Record the status of a response. Return whether it excludes the endpoint until its next
@@ -500,6 +751,7 @@ class Scheduler:
         """Drop all that is known of `slot`, because its endpoint left or restarted."""
         self.ledger.forget(slot)
         self.outliers.forget(slot)
+        self.pairs.forget(slot)
         self.full.forget(slot)
         self.accuracy.forget(slot)
         self.answer_lengths.forget(slot)
@@ -539,7 +791,10 @@ class Scheduler:
         self.pool.columns.prefill_alike = not settings.labelled_speeds
         prefix = settings.indexes.get(settings.prefix)
         self._counts_ids = prefix is not None and prefix.abilities.reads_token_ids
+        self._decode, self._alone = profile, settings.stages.alone
         self._profile_state = ProfileState(self._random, failures, KeptScores.of(profile.scorers))
+        self.may_hold = any(one.holders for _, one in settings.stages.profiles())
+        self._read_stages()
         self._session_reader = profile.session_reader(failures)
         self._markers = profile.markers(failures)
         self._request_markers = profile.request_markers(failures)
@@ -549,6 +804,31 @@ class Scheduler:
         self.outliers.configure(settings.ejection)
         self.shadow = Shadow.of(settings, self.seed, self.shadow_totals, self.shadow_failures)
 
+    def _read_stages(self) -> None:
+        """Derive from the settings what a decision in several stages needs."""
+        settings = self.settings
+        stages = settings.stages
+        named = (
+            (Stage.DECODE, stages.decode),
+            (Stage.PREFILL, stages.prefill),
+            (Stage.ENCODE, stages.encode),
+            (None, stages.fallback),
+        )
+        self._stages = {
+            stage: (
+                profile,
+                ProfileState(
+                    self._random, self.failures, KeptScores.of(profile.scorers), own_cold=True
+                ),
+            )
+            for stage, profile in named
+            if profile is not None and not self._alone
+        }
+        abilities = {name: index.abilities for name, index in settings.indexes.items()}
+        self._of_media = tuple(name for name, of in abilities.items() if of.caches_media)
+        self._not_of_media = tuple(name for name in abilities if name not in self._of_media)
+        self._of_sessions = tuple(name for name, of in abilities.items() if of.names_sessions)
+
 
 _HANDLERS: Final[Mapping[type[Input], Callable[[Scheduler, Any, Seconds], Effects | None]]] = {
     PoolReplaced: Scheduler._replace,
@@ -557,7 +837,8 @@ _HANDLERS: Final[Mapping[type[Input], Callable[[Scheduler, Any, Seconds], Effect
         given.slot, answered=given.answered
     ),
     LoadReported: Scheduler._read_load,
-    OutputStarted: lambda its, given, now: its.ledger.first_output(given.lease, now),
+    ResponseStarted: Scheduler._start_response,
+    OutputStarted: Scheduler._start_output,
     ServedBy: Scheduler._move,
     RequestEnded: Scheduler._end,
     Reconfigured: Scheduler._configure,

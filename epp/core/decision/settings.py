@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from msgspec import Struct, field
 
 from epp.core.decision.profile import SchedulingProfile
+from epp.core.decision.stages import Stages
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.indexes import IndexesSettings
@@ -17,7 +18,7 @@ from epp.core.types import Endpoint, Seconds
 class SchedulerSettings(Struct, frozen=True, kw_only=True):
     """The settings that determine decisions. `Reconfigured` replaces them as a whole."""
 
-    profile: SchedulingProfile
+    stages: Stages
     indexes: Mapping[str, AffinityIndexSettings] = field(default_factory=dict)
     """Settings of each index by name of its producer in the configuration, in the order in which
     they match.
@@ -53,9 +54,15 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True):
     """Share of the decisions that `shadow` judges, above 0 and at most 1."""
 
     @property
+    def profile(self) -> SchedulingProfile:
+        """Return the profile that chooses the endpoint to which the gateway sends a request."""
+        return self.stages.decode
+
+    @property
     def plugin_names(self) -> tuple[str, ...]:
         """Return the configured names of all plugins that take part in decisions."""
-        return (*self.profile.plugin_names, *self.indexes)
+        names = [name for _, one in self.stages.profiles() for name in one.plugin_names]
+        return (*dict.fromkeys(names), *self.indexes)
 
     def prefill_speed_of(self, endpoint: Endpoint) -> float:
         """Return the configured prefill speed of `endpoint` in tokens per second."""

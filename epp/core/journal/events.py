@@ -191,6 +191,12 @@ class Reported(_Event, frozen=True, kw_only=True):
     kv_cache_usage: float | None = None
 
 
+class Responding(_Event, frozen=True, kw_only=True):
+    """A successful response began to a request that several endpoints serve."""
+
+    request: int
+
+
 class FirstOutput(_Event, frozen=True, kw_only=True):
     request: int
 
@@ -315,6 +321,7 @@ SchedulerEvent: TypeAlias = (
     | Unanswered
     | Scheduled
     | Reported
+    | Responding
     | FirstOutput
     | Rescheduled
     | Completed

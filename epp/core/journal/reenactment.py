@@ -25,6 +25,7 @@ from epp.core.decision.inputs import (
     PoolReplaced,
     Reconfigured,
     RequestEnded,
+    ResponseStarted,
     ScrapeFailed,
     ServedBy,
     StreamChanged,
@@ -43,6 +44,7 @@ from epp.core.journal.events import (
     Replaced,
     Reported,
     Rescheduled,
+    Responding,
     Scheduled,
     Shape,
     Streamed,
@@ -214,6 +216,7 @@ class Reenactment:
                     scheduler.take(_of_engine(event, own), event.at_s)
             case (
                 Reported(request=request)
+                | Responding(request=request)
                 | FirstOutput(request=request)
                 | Rescheduled(request=request)
                 | Completed(request=request)
@@ -229,11 +232,13 @@ class Reenactment:
         self,
         scheduler: Scheduler,
         lease: Lease,
-        event: Reported | FirstOutput | Rescheduled | Completed,
+        event: Reported | Responding | FirstOutput | Rescheduled | Completed,
     ) -> None:
         match event:
             case Reported(at_s=at_s):
                 scheduler.take(LoadReported(lease, _header(event)), at_s)
+            case Responding(at_s=at_s):
+                scheduler.take(ResponseStarted(lease), at_s)
             case FirstOutput(at_s=at_s):
                 scheduler.take(OutputStarted(lease), at_s)
             case Rescheduled(at_s=at_s, slot=slot):

@@ -23,6 +23,7 @@ from epp.core.decision.inputs import (
     PoolReplaced,
     Reconfigured,
     RequestEnded,
+    ResponseStarted,
     ScrapeFailed,
     ServedBy,
     StreamChanged,
@@ -41,6 +42,7 @@ from epp.core.journal.events import (
     Replaced,
     Reported,
     Rescheduled,
+    Responding,
     Scheduled,
     Seen,
     Streamed,
@@ -137,7 +139,13 @@ class CaptureWitness:
     def took(self, given: Input, effects: Effects, now: Seconds) -> None:
         """Record what may be written of `given`."""
         match given:
-            case OutputStarted(lease) | LoadReported(lease) | ServedBy(lease) | RequestEnded(lease):
+            case (
+                ResponseStarted(lease)
+                | OutputStarted(lease)
+                | LoadReported(lease)
+                | ServedBy(lease)
+                | RequestEnded(lease)
+            ):
                 number = self._numbers.get(lease)
                 if number is not None:
                     self._note(lambda: self._followed(number, given, effects, now))
@@ -165,6 +173,8 @@ class CaptureWitness:
         record.
         """
         match given:
+            case ResponseStarted():
+                return Responding(at_s=now, request=number)
             case OutputStarted():
                 return FirstOutput(at_s=now, request=number)
             case LoadReported(_, header):

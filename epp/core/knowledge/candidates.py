@@ -390,6 +390,7 @@ class Candidates:
         "_prefix",
         "_slot",
         "block_tokens",
+        "peer",
         "prompt_tokens",
     )
 
@@ -403,6 +404,7 @@ class Candidates:
         prefix: str = "",
         block_tokens: int = 1,
         prompt_tokens: int = 0,
+        peer: int = -1,
     ) -> None:
         """Create candidates from `affinities`, by name of the index and by slot; `prefix` names the
         prefix index.
@@ -412,6 +414,10 @@ class Candidates:
         self.block_tokens = block_tokens
         """Number of tokens in one block of `matched_blocks`."""
         self.prompt_tokens = prompt_tokens
+        self.peer = peer
+        """Slot of the endpoint that was chosen for the other of the stages prefill and decode, or
+        -1 if none was chosen yet.
+        """
         self._columns = columns
         self._endpoints = columns.endpoints
         self._now = now
@@ -431,6 +437,20 @@ class Candidates:
             prefix=self._prefix,
             block_tokens=self.block_tokens,
             prompt_tokens=self.prompt_tokens,
+            peer=self.peer,
+        )
+
+    def near(self, peer: int) -> "Candidates":
+        """Return the same candidates with the endpoint in slot `peer` as the peer."""
+        return Candidates(
+            self._columns,
+            self._slot,
+            self._now,
+            affinities=self._affinities,
+            prefix=self._prefix,
+            block_tokens=self.block_tokens,
+            prompt_tokens=self.prompt_tokens,
+            peer=peer,
         )
 
     @property

@@ -10,7 +10,7 @@ other indexes receive every call as if the faulty index did not exist.
 The methods that an ability adds are called only on indexes that declare the ability.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -278,14 +278,16 @@ class Indexes(Mapping[str, AffinityIndex]):
 
     # Requests.
 
-    def record(self, lease: Lease, now: Seconds) -> None:
+    def record(self, lease: Lease, now: Seconds, left_out: Container[str] = ()) -> None:
         """Record in each index that the request of `lease` goes to its endpoint.
 
-        The lease stores what undoes that.
+        The lease stores what undoes that. Indexes named in `left_out` record nothing.
         """
         slot = lease.slot
         hearing = self.hearing if lease.rank >= 0 else {}
         for name, index in self._by_name.items():
+            if name in left_out:
+                continue
             try:
                 if name in hearing:
                     recorded = hearing[name].record(lease.request, slot, now, rank=lease.rank)

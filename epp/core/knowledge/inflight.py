@@ -6,6 +6,11 @@ if it is seen, or by its end (design D6, D25). If the endpoint's page counts fir
 (`first_outputs`), each page releases the tokens of the oldest requests, and the others keep all of
 theirs. Between pages, or without such a counter, tokens drain first in, first out. The rate is the
 measured or the configured speed.
+
+A request that several endpoints serve has one lease. It holds a lease for each endpoint that
+prefills or encodes (`Lease.earlier`), which ends with the first sign of that stage's end and no
+later than the request. Every lease counts at its own endpoint; one that is closed, or whose
+endpoint left, has no effect on the others.
 """
 
 import heapq
@@ -23,7 +28,7 @@ from epp.core.knowledge.first_outputs import PAGE_S_MAX, FirstOutputs
 from epp.core.knowledge.hit_accuracy import Expected
 from epp.core.knowledge.prefill_speed import LearntSpeed
 from epp.core.prompt.request import InferenceRequest
-from epp.core.types import Endpoint, EndpointMetrics, Seconds
+from epp.core.types import Endpoint, EndpointMetrics, Seconds, Stage
 
 OUTPUT_TOKENS_ESTIMATE: Final = 256
 """Assumed answer length of a request without a limit: the typical length in public chat traces."""
@@ -38,6 +43,8 @@ ARRIVAL_S_PER_TOKEN: Final = 20e-6
 """Longest time that a server takes to tokenize one token of a prompt, before its engine counts the request
 as waiting. Source: twice the front-end time of the simulator's profiles.
 """
+UNSEEN_PREFILL_S: Final = 1.0
+"""Time after the estimated end of an unseen prefill or encode stage at which its lease is closed."""
 SHOWN_S_MAX: Final = 10.0
 """Time since the last first chunk after which the gateway may no longer show any, if no page counts
 them.
@@ -132,6 +139,13 @@ class Lease(Struct, eq=False, gc=False):
     """Rank that must serve the request; -1 if the engine chooses."""
     probe: bool = False
     """True if the request is a probe of an ejected endpoint (module `ejection`)."""
+    stage: Stage = Stage.DECODE
+    earlier: tuple["Lease", ...] = ()
+    """Leases of the endpoints that prefill and encode for this request. It is () if the endpoint in
+    `slot` does everything, and for these leases themselves.
+    """
+    counted: bool = True
+    """False if another lease of the same request counts it at the endpoint."""
 
     def undrain(self) -> float:
         """Reset the tokens to compute to all uncached ones; return how many had drained."""
@@ -141,7 +155,7 @@ class Lease(Struct, eq=False, gc=False):
 
     def __repr__(self) -> str:
         where = f"slot {self.slot}" if self.slot >= 0 else "closed"
-        return f"<Lease [{where}, {self.prefill_tokens:.0f} prefill tokens left]>"
+        return f"<Lease [{self.stage}, {where}, {self.prefill_tokens:.0f} prefill tokens left]>"
 
 
 class _Backlog:
@@ -302,6 +316,7 @@ class InflightLedger:
         self._unseen: list[tuple[Seconds, int, Lease]] = []
         self._unseen_count = 0
         self.open_leases = 0
+        """Number of requests with an open lease."""
 
     def open(
         self,
@@ -311,12 +326,23 @@ class InflightLedger:
         matched_blocks: int,
         prefill_tokens: float,
         now: Seconds,
+        stage: Stage = Stage.DECODE,
     ) -> Lease:
         """Count one more request and its uncached tokens at `slot`."""
-        lease = Lease(request, slot, self._generations.get(slot, 0), matched_blocks, now)
-        self.open_leases += 1
+        generation = self._generations.get(slot, 0)
+        lease = Lease(request, slot, generation, matched_blocks, now, stage=stage)
+        self.open_leases += stage is Stage.DECODE
         self._charge(lease, prefill_tokens, now)
         return lease
+
+    def join(self, lease: Lease) -> None:
+        """Count the request of `lease` no longer, because another lease of the same request counts
+        it at the same endpoint.
+        """
+        self._uncount(lease)
+        lease.counted = False
+        unreported = self._columns.unreported_requests
+        unreported[lease.slot] = unreported.item(lease.slot) - 1
 
     def place(self, lease: Lease, rank: int) -> None:
         """Place the request of `lease`, which has no rank yet, at this rank of its endpoint."""
@@ -334,6 +360,8 @@ class InflightLedger:
         """Record the first output of the request, which shows that its prompt is prefilled."""
         if lease.first_output_at_s is None:
             lease.first_output_at_s = now
+        if lease.earlier:
+            self.close_earlier(lease, now)
         if lease.prefilled or not self.is_live(lease):
             return
         backlog = self._backlogs[lease.slot]
@@ -428,16 +456,24 @@ class InflightLedger:
         """
         if lease.slot < 0:
             return False
+        if lease.earlier:
+            self.close_earlier(lease, now, answered=answered)
         if self.is_live(lease):
             self._release_prefill(lease, now, computed=answered)
-            self._uncount(lease)
+            if lease.counted:
+                self._uncount(lease)
             if not self._columns.inflight_requests.item(lease.slot):
                 self._backlogs[lease.slot].unhindered_tokens = 0.0
             if self._ended is not None:
                 self._ended(lease, now)
         lease.slot = -1
-        self.open_leases -= 1
+        self.open_leases -= lease.stage is Stage.DECODE
         return True
+
+    def close_earlier(self, lease: Lease, now: Seconds, *, answered: bool = True) -> None:
+        """Close the leases of the stages before decode, because these stages have ended."""
+        for earlier in lease.earlier:
+            self.close(earlier, now, answered=answered)
 
     def close_later(self, lease: Lease, now: Seconds, at_most_s: Seconds) -> None:
         """Close the lease when its request has probably ended, because no more events of it will
@@ -446,6 +482,8 @@ class InflightLedger:
         self._unseen_count += 1
         ends_at_s = now + min(at_most_s, self._remaining_s(lease, now))
         heapq.heappush(self._unseen, (ends_at_s, self._unseen_count, lease))
+        for earlier in lease.earlier:
+            self.close_later(earlier, now, at_most_s)
 
     def close_due(self, now: Seconds) -> None:
         """Close the leases that `close_later` scheduled until now."""
@@ -453,7 +491,7 @@ class InflightLedger:
             self.close(heapq.heappop(self._unseen)[2], now)
 
     def move(self, lease: Lease, slot: int, prefill_tokens: float, now: Seconds) -> None:
-        """Move the request's share of load to the endpoint that serves it."""
+        """Move the share of load to the endpoint that serves the request; earlier leases stay."""
         if self.is_live(lease):
             self._release_prefill(lease, now, computed=False)
             self._uncount(lease)
@@ -505,7 +543,8 @@ class InflightLedger:
         columns.inflight_requests[slot] = columns.inflight_requests.item(slot) + 1
         columns.unreported_requests[slot] = columns.unreported_requests.item(slot) + 1
         context = columns.inflight_context_tokens.item(slot)
-        columns.inflight_context_tokens[slot] = context + lease.request.prompt_tokens
+        if lease.stage is not Stage.ENCODE:
+            columns.inflight_context_tokens[slot] = context + lease.request.prompt_tokens
         backlog = columns.prefill_backlog_tokens.item(slot)
         columns.prefill_backlog_tokens[slot] = backlog + prefill_tokens
         queued = self._backlogs.get(slot) or self._open_backlog(slot)
@@ -541,8 +580,9 @@ class InflightLedger:
         if lease.rank >= 0:
             self._count_rank(lease, -1)
         columns.inflight_requests[slot] = columns.inflight_requests.item(slot) - 1
-        context = columns.inflight_context_tokens.item(slot)
-        columns.inflight_context_tokens[slot] = context - lease.request.prompt_tokens
+        if lease.stage is not Stage.ENCODE:
+            context = columns.inflight_context_tokens.item(slot)
+            columns.inflight_context_tokens[slot] = context - lease.request.prompt_tokens
 
     def _leave_queue(self, lease: Lease) -> None:
         backlog = self._backlogs.get(lease.slot)
@@ -586,5 +626,7 @@ class InflightLedger:
         columns = self._columns
         ahead = columns.prefill_backlog_tokens.item(lease.slot)
         speed = columns.prefill_drain_tokens_per_s.item(lease.slot)
+        if lease.stage is not Stage.DECODE:
+            return ahead / speed + UNSEEN_PREFILL_S
         output_tokens = lease.request.output_tokens_max or OUTPUT_TOKENS_ESTIMATE
         return ahead / speed + output_tokens * SECONDS_PER_OUTPUT_TOKEN_ESTIMATE

@@ -225,6 +225,9 @@ class Outliers:
         failed = self._failed(slot, record, outcome, now)
         if failed:
             self._judge(slot, record, now)
+        elif lease.earlier:
+            # The time includes that of other endpoints.
+            pass
         elif outcome.ending is not Ending.UNSEEN and (outcome.status or 200) < 300:
             self._took(lease, record, outcome.ending, now)
         if lease.probe:
@@ -236,6 +239,16 @@ class Outliers:
                 passed=_answered(outcome) and outcome.ending is Ending.COMPLETE,
                 failed=failed or (hung and outcome.ending is Ending.CLIENT_LEFT),
             )
+
+    def probed(self, lease: Lease, now: Seconds, *, passed: bool) -> None:
+        """Evaluate the probe of `lease`, whose request passed or failed at several endpoints."""
+        record = self._record(lease.slot)
+        if lease.opened_at_s >= record.anew_s:
+            self._probed(lease, record, now, passed=passed, failed=not passed)
+
+    def blame(self, slot: int, now: Seconds) -> None:
+        """Eject the endpoint in `slot`, which explains failures of several endpoints."""
+        self.ejection.eject(slot, Cause.FAILING, now, serving_some=False)
 
     def left(self, lease: Lease) -> None:
         """Drop the request of `lease`, because another endpoint serves it."""

@@ -252,7 +252,18 @@ class EndpointPool:
         # connect.
         if status == 503 and not by_gateway and not member.unanswered:
             self.columns.saturated[slot] = True
-        if member.failures < FAILURES_BEFORE_SET_ASIDE or member.set_aside_at_s is not None:
+        if member.failures < FAILURES_BEFORE_SET_ASIDE:
+            return False
+        return self._set_aside(member, now)
+
+    def set_aside(self, slot: int, now: Seconds) -> bool:
+        """Set the endpoint in `slot` aside until its next good scrape. Return False if it already
+        is, or if half of the pool is.
+        """
+        return self._set_aside(self._member(slot), now)
+
+    def _set_aside(self, member: _Member, now: Seconds) -> bool:
+        if member.set_aside_at_s is not None:
             return False
         if 2 * (self.set_aside_count() + 1) > len(self):
             return False

@@ -514,7 +514,11 @@ class PeerExchange:
             if endpoint is None:
                 continue
             keys = tuple(
-                _spelt(self._scheduler.indexes.share(name, decided.request), self._book, bytes_max)
+                ()
+                if name in decided.left_out
+                else _spelt(
+                    self._scheduler.indexes.share(name, decided.request), self._book, bytes_max
+                )
                 for name in self._index_names
             )
             if not any(keys):

@@ -23,6 +23,12 @@ DROP_REASON_HEADER: Final = "x-llm-d-request-dropped-reason"
 UPGRADE_HEADER: Final = "upgrade"
 OBJECTIVE_HEADERS: Final = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 REWRITE_HEADERS: Final = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
+PREFILL_HEADER: Final = "x-prefiller-host-port"
+"""Request header that names the endpoint that prefills, as "ip:port", for the sidecar of the decode
+endpoint.
+"""
+ENCODE_HEADER: Final = "x-encoder-hosts-ports"
+"""Request header that names the endpoints that encode media, as a list of "ip:port"."""
 CONTROL_HEADERS: Final = frozenset(
     {
         *OBJECTIVE_HEADERS,
@@ -33,8 +39,8 @@ CONTROL_HEADERS: Final = frozenset(
         "x-gateway-destination-endpoint-served",
         "x-gateway-destination-endpoint-scores",
         "x-gateway-destination-endpoint-fallback",
-        "x-prefiller-host-port",
-        "x-encoder-hosts-ports",
+        PREFILL_HEADER,
+        ENCODE_HEADER,
         "x-data-parallel-host-port",
         "x-kv-cache-source-host-port",
     }

@@ -53,7 +53,13 @@ from typing import Final, Protocol, TypeAlias
 from msgspec import Struct, field, structs
 
 from epp.core.decision.explaining import Explained, explained, explaining_headers
-from epp.core.decision.inputs import LoadReported, OutputStarted, RequestEnded, ServedBy
+from epp.core.decision.inputs import (
+    LoadReported,
+    OutputStarted,
+    RequestEnded,
+    ResponseStarted,
+    ServedBy,
+)
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.knowledge.inflight import MAY_BE_FULL, Ending, Outcome
 from epp.core.knowledge.load_report import (
@@ -75,7 +81,9 @@ from epp.core.protocol.budget import PIECE_BYTES, BodyBudget
 from epp.core.protocol.messages import (
     BODY_CHUNK_BYTES_MAX,
     CONTROL_HEADERS,
+    ENCODE_HEADER,
     OBJECTIVE_HEADERS,
+    PREFILL_HEADER,
     REQUEST_ID_HEADER,
     REWRITE_HEADERS,
     UPGRADE_HEADER,
@@ -637,6 +645,8 @@ class Session:
             if event.served:
                 self._scheduler.take(ServedBy(decision.lease, event.served), now)
                 exchange.endpoint = self._scheduler.endpoint_of(decision.lease)
+            if decision.earlier and (exchange.status or 200) < 400:
+                self._scheduler.take(ResponseStarted(decision.lease), now)
             if LOAD_REPORT_HEADER in event.headers:
                 self._scheduler.take(
                     LoadReported(decision.lease, event.headers[LOAD_REPORT_HEADER]), now
@@ -1009,6 +1019,10 @@ class Session:
             marked = decision.request_headers()
             set_headers += marked.items()
             not_clients = (CONTROL_HEADERS | decision.own_request_headers) - marked.keys()
+        if decision.earlier:
+            stage_headers = _stage_headers(decision)
+            set_headers += stage_headers.items()
+            not_clients = not_clients - stage_headers.keys()
         if not not_clients.isdisjoint(headers):
             remove_headers = tuple([name for name in headers if name in not_clients])
         if changed_body is not None and self._recoded:
@@ -1108,6 +1122,20 @@ def chunks(body: bytes | memoryview, *, ends: bool) -> Sequence[tuple[bytes | me
         stop = start + BODY_CHUNK_BYTES_MAX
         pieces.append((view[start:stop], ends and stop >= len(body)))
     return pieces
+
+
+def _stage_headers(decision: Decision) -> dict[str, str]:
+    """Return the headers that name the endpoints of the prefill and encode stages.
+
+    The gateway may remove headers after it has set others, so these must not be removed.
+    """
+    found: dict[str, str] = {}
+    prefiller, encoders = decision.prefiller, decision.encoders
+    if prefiller is not None:
+        found[PREFILL_HEADER] = prefiller.address
+    if encoders:
+        found[ENCODE_HEADER] = ",".join([encoder.address for encoder in encoders])
+    return found
 
 
 def _first(headers: Mapping[str, str], names: tuple[str, ...]) -> str:

@@ -1,7 +1,8 @@
 import pytest
 
-from epp.core.decision.account import Ranking, Role, predicted_tokens
+from epp.core.decision.account import Ranking, predicted_tokens
 from epp.core.decision.profile import Scored
+from epp.core.types import Stage
 from tests.shell.operators.decided import make_decision
 
 
@@ -10,7 +11,7 @@ def test_a_decision_has_one_account_and_it_one_leg():
     decision = make_decision(endpoints=3, picked=1)
     account = decision.account
     assert account is decision.account
-    assert [leg.role for leg in account.legs] == [Role.SERVE]
+    assert [leg.stage for leg in account.legs] == [Stage.DECODE]
     assert account.leg.endpoint is decision.endpoint
     assert account.request is decision.lease.request
     assert account.leg.parts == decision.leg.scored.parts_of(1)

@@ -27,6 +27,7 @@ from epp.core.decision.kept_scores import (
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
 from epp.core.decision.scheduler import Scheduler
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.decision.stages import Stages
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.parameters import Parameters
 from epp.core.types import EndpointMetrics, Refusal
@@ -78,7 +79,7 @@ def pool_with(plugin, endpoints=3):
         picker=MaxScore(),
     )
     # Endpoints that were never scraped are candidates too.
-    settings = SchedulerSettings(profile=profile, metrics_staleness_s=math.inf)
+    settings = SchedulerSettings(stages=Stages(decode=profile), metrics_staleness_s=math.inf)
     scheduler = Scheduler(settings, seed=1)
     scheduler.take(PoolReplaced([endpoint(number) for number in range(endpoints)]), 0.0)
     scrape(scheduler)
@@ -346,8 +347,8 @@ def oracle_settings():
         structs.replace(scorer, plugin=Unkept(plugin=scorer.plugin)) for scorer in profile.scorers
     )
     return (
-        structs.replace(base, profile=profile),
-        structs.replace(base, profile=structs.replace(profile, scorers=unkept)),
+        structs.replace(base, stages=Stages(decode=profile)),
+        structs.replace(base, stages=Stages(decode=structs.replace(profile, scorers=unkept))),
     )
 
 

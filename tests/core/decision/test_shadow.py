@@ -15,6 +15,7 @@ from epp.core.decision.profile import NamedFilter, SchedulingProfile, WeightedSc
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import AGREED, DIFFERED, FAILED, NOBODY
+from epp.core.decision.stages import Stages
 from epp.core.knowledge.inflight import Outcome
 from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.core.types import EndpointMetrics
@@ -96,7 +97,7 @@ def profile(name="acting", *, prefix=0.0, queue=0.0, active=0.0, **more):
 def scheduler(shadow, *, acting=None, seed=1, endpoints=4):
     made = Scheduler(
         SchedulerSettings(
-            profile=acting or profile(prefix=3, queue=1),
+            stages=Stages(decode=acting or profile(prefix=3, queue=1)),
             indexes=INDEXES,
             prefix="approx-prefix-cache-producer",
             shadow=shadow,

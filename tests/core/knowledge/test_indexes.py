@@ -21,6 +21,7 @@ from epp.core.decision.inputs import (
 )
 from epp.core.decision.scheduler import Decision, Scheduler
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.decision.stages import Stages
 from epp.core.failures import Interrupted, PluginFailures
 from epp.core.knowledge.affinity import SessionIndexSettings
 from epp.core.knowledge.candidates import Affinity
@@ -95,7 +96,7 @@ class ByIndex(Parameters, frozen=True):
 def scheduler(**does):
     """Three endpoints, and an index beside one of ours."""
     settings = SchedulerSettings(
-        profile=profile(scorers=[ByIndex()]),
+        stages=Stages(decode=profile(scorers=[ByIndex()])),
         indexes={"last-slot": IndexSettings(does=does), "session": SessionIndexSettings()},
     )
     made = Scheduler(settings, seed=1)
@@ -550,7 +551,8 @@ def test_what_an_engine_holds_is_not_known_where_the_index_fails(kind):
 
     def opened(**does):
         settings = SchedulerSettings(
-            profile=profile(scorers=[ByIndex()]), indexes={"told": HeardSettings(does=does)}
+            stages=Stages(decode=profile(scorers=[ByIndex()])),
+            indexes={"told": HeardSettings(does=does)},
         )
         made = Scheduler(settings, seed=1)
         made.take(PoolReplaced([endpoint(number) for number in range(N)]), 0.0)

@@ -16,6 +16,7 @@ from epp.core.decision.inputs import PageScraped, PoolReplaced, Reconfigured, Re
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
 from epp.core.decision.scheduler import Scheduler
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.decision.stages import Stages
 from epp.core.knowledge.affinity import NoHitLruSettings, SessionIndexSettings
 from epp.core.knowledge.candidates import Affinity
 from epp.core.knowledge.inflight import Outcome
@@ -70,7 +71,8 @@ def picker(number, *, endpoints=N, indexes=INDEXES, replicas=2, now=0.0):
         name="default", filters=(), scorers=scorers, picker_name="max", picker=MaxScore()
     )
     made = Scheduler(
-        SchedulerSettings(profile=profile, indexes=indexes, prefix=PREFIX), seed=number
+        SchedulerSettings(stages=Stages(decode=profile), indexes=indexes, prefix=PREFIX),
+        seed=number,
     )
     made.take(PoolReplaced([endpoint(at) for at in range(endpoints)]), now)
     for slot in range(endpoints):

@@ -13,6 +13,7 @@ from msgspec import field, structs
 from epp.core.abilities import Abilities
 from epp.core.decision.inputs import PoolReplaced, Reconfigured, Tick
 from epp.core.decision.profile import NamedResponder
+from epp.core.decision.stages import Stages
 from epp.core.knowledge.inflight import Ending
 from epp.core.parameters import Parameters
 from epp.core.protocol.budget import PIECE_BYTES, BodyBudget
@@ -265,7 +266,7 @@ def test_headers_that_a_plugin_sets_are_no_clients(found, removed):
     pool = pods((0, 0.1), (5, 0.5))
     profile = pool.settings.profile
     marked = structs.replace(profile, responders=(NamedResponder("marks", Marks(found=found)),))
-    pool.take(Reconfigured(structs.replace(pool.settings, profile=marked)), 0.0)
+    pool.take(Reconfigured(structs.replace(pool.settings, stages=Stages(decode=marked))), 0.0)
     fields = gw.COMPLETIONS | {SOURCE: "10.6.6.6:1", "x-mine": "a client's", "x-request-id": "r"}
     head, *_ = stream_of(pool).send(gw.request_headers(fields), gw.request_body(BODY))
     told = gw.set_headers(head)

@@ -10,6 +10,7 @@ from epp.configuration.build import build_settings, default_config, plugin_table
 from epp.core.decision.inputs import PageScraped, PoolReplaced, RequestEnded
 from epp.core.decision.profile import NamedResponder
 from epp.core.decision.scheduler import Scheduler
+from epp.core.decision.stages import Stages
 from epp.core.knowledge.exact import ExactIndexSettings
 from epp.core.knowledge.exact_parameters import KvEventsConfig, TokenProcessorConfig
 from epp.core.knowledge.inflight import Outcome
@@ -36,7 +37,7 @@ def settings_of(*, ranks_chosen=False, **events):
     if ranks_chosen:
         chooser = NamedResponder("chooser", DataParallelRank())
         profile = msgspec.structs.replace(made.profile, responders=(chooser,))
-        made = msgspec.structs.replace(made, profile=profile)
+        made = msgspec.structs.replace(made, stages=Stages(decode=profile))
     exact = ExactIndexSettings(
         token_processor_config=TokenProcessorConfig(block_size_tokens=16),
         kv_events_config=KvEventsConfig(**events),

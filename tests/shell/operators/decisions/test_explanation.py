@@ -18,6 +18,7 @@ from epp.core.decision.profile import NamedFilter, SchedulingProfile, WeightedSc
 from epp.core.decision.scheduler import Scheduler
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import ShadowVerdict
+from epp.core.decision.stages import Stages
 from epp.core.knowledge.inflight import Outcome
 from epp.core.knowledge.prefix import PrefixIndexSettings
 from epp.core.protocol.usage import Usage
@@ -45,13 +46,17 @@ class Told:
 
     def __init__(self, *scorers, waiting=(0.0, 0.0, 0.0)):
         self.settings = SchedulerSettings(
-            profile=SchedulingProfile(
-                name="default",
-                filters=(),
-                scorers=scorers
-                or tuple(WeightedScorer(name, SCORERS[name](), at) for name, at in WEIGHTS.items()),
-                picker_name="max-score-picker",
-                picker=PICKERS["max-score-picker"](),
+            stages=Stages(
+                decode=SchedulingProfile(
+                    name="default",
+                    filters=(),
+                    scorers=scorers
+                    or tuple(
+                        WeightedScorer(name, SCORERS[name](), at) for name, at in WEIGHTS.items()
+                    ),
+                    picker_name="max-score-picker",
+                    picker=PICKERS["max-score-picker"](),
+                )
             ),
             indexes={PREFIX: PrefixIndexSettings()},
             prefix=PREFIX,
@@ -319,7 +324,10 @@ class Asked:
         self.told = Told(*scorers, waiting=waiting)
         profile = msgspec.structs.replace(self.told.settings.profile, filters=filters)
         self.told.scheduler.take(
-            Reconfigured(msgspec.structs.replace(self.told.settings, profile=profile)), 0.1
+            Reconfigured(
+                msgspec.structs.replace(self.told.settings, stages=Stages(decode=profile))
+            ),
+            0.1,
         )
 
     async def why_not(self, name):

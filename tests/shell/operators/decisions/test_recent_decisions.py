@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from epp.core.decision.inputs import PageScraped, PoolReplaced, Reconfigured, ServedBy
+from epp.core.decision.stages import Stages
 from epp.core.knowledge.inflight import Ending, Outcome
 from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.session import Exchange, StreamFailure
@@ -317,12 +318,14 @@ async def test_decisions_name_the_configuration_that_made_them(picker):
     picker.decide()
     renamed = msgspec.structs.replace(
         settings,
-        profile=msgspec.structs.replace(
-            settings.profile,
-            scorers=tuple(
-                msgspec.structs.replace(scorer, name=f"new-{scorer.name}")
-                for scorer in settings.profile.scorers[:2]
-            ),
+        stages=Stages(
+            decode=msgspec.structs.replace(
+                settings.profile,
+                scorers=tuple(
+                    msgspec.structs.replace(scorer, name=f"new-{scorer.name}")
+                    for scorer in settings.profile.scorers[:2]
+                ),
+            )
         ),
     )
     picker.scheduler.take(Reconfigured(renamed), 1.0)

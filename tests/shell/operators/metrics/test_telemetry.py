@@ -17,6 +17,7 @@ from epp.core.abilities import Origin
 from epp.core.decision.profile import SchedulingProfile, WeightedScorer
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import DIFFERED, ShadowTotals, ShadowVerdict
+from epp.core.decision.stages import Stages
 from epp.core.knowledge.ejection import Cause
 from epp.core.knowledge.hit_accuracy import ErrorHistogram, HitComparison
 from epp.core.knowledge.index import IndexMeasures, IndexStanding
@@ -291,7 +292,7 @@ def profile_settings(weight):
         picker_name="max-score-picker",
         picker=Nothing(),
     )
-    return SchedulerSettings(profile=profile)
+    return SchedulerSettings(stages=Stages(decode=profile))
 
 
 def samples_of(families):

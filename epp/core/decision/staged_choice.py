@@ -1,0 +1,126 @@
+"""The choice of the endpoints of one request, stage by stage, in either order.
+
+Each stage chooses among the same candidates with its own profile. Two things pass from one stage to
+another: the endpoint that was chosen before (`Candidates.peer`), and the number of prompt tokens
+that the decode endpoint has cached, which the prefill rule reads.
+"""
+
+from collections.abc import Callable
+from typing import Final, TypeAlias
+
+from msgspec import Struct, structs
+
+from epp.core.decision.account import Route
+from epp.core.decision.choice import Choice
+from epp.core.decision.stages import Stages, may_encode_elsewhere, may_prefill_elsewhere
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import Refusal, RefusalReason, Stage
+
+StageChoice: TypeAlias = Callable[[Stage, int], Choice | Refusal]
+"""Return the choice of a stage, given the slot of the peer or -1."""
+
+_NOBODY: Final = {
+    Stage.PREFILL: RefusalReason.NO_PREFILL_ENDPOINTS,
+    Stage.ENCODE: RefusalReason.NO_ENCODE_ENDPOINTS,
+}
+
+
+class StagedChoice(Struct, frozen=True):
+    """The endpoints that were chosen for one request."""
+
+    decode: Choice
+    prefill: Choice | None = None
+    """Choice of the prefill endpoint, or None if the decode endpoint prefills."""
+    encode: Choice | None = None
+    """Choice of the encode endpoints, or None if the endpoint that prefills encodes."""
+    cached_tokens: int = 0
+    """Number of prompt tokens that the decode endpoint is estimated to have cached."""
+
+    @property
+    def route(self) -> Route:
+        """Return the route on which the request passes through the endpoints."""
+        if self.encode is None:
+            return Route.DECODE_ONLY if self.prefill is None else Route.PREFILL_DECODE
+        return Route.ENCODE_DECODE if self.prefill is None else Route.ENCODE_PREFILL_DECODE
+
+
+def decode_first(
+    stages: Stages,
+    request: InferenceRequest,
+    choose: StageChoice,
+    cached_at: Callable[[Choice], int],
+) -> StagedChoice | Refusal:
+    """Choose decode, then encode, then prefill near the decode endpoint."""
+    decode = _named(Stage.DECODE, choose(Stage.DECODE, -1))
+    if isinstance(decode, Refusal):
+        return decode
+    cached_tokens = cached_at(decode)
+    encode = _encode(stages, request, choose, cached_tokens)
+    if isinstance(encode, Refusal):
+        return encode
+    prefill = None
+    if (
+        stages.prefill is not None
+        and stages.prefill_if.applies(request, cached_tokens)
+        and may_prefill_elsewhere(request)
+    ):
+        prefill = _named(Stage.PREFILL, choose(Stage.PREFILL, decode.slot))
+        if isinstance(prefill, Refusal):
+            return prefill
+    return _without_detours(StagedChoice(decode, prefill, encode, cached_tokens))
+
+
+def prefill_first(
+    stages: Stages,
+    request: InferenceRequest,
+    choose: StageChoice,
+    cached_at: Callable[[Choice], int],
+) -> StagedChoice | Refusal:
+    """Choose prefill, then encode, then decode near the prefill endpoint."""
+    prefill = None
+    if stages.prefill is not None and may_prefill_elsewhere(request):
+        prefill = _named(Stage.PREFILL, choose(Stage.PREFILL, -1))
+        if isinstance(prefill, Refusal):
+            return prefill
+    encode = _encode(stages, request, choose, 0)
+    if isinstance(encode, Refusal):
+        return encode
+    peer = -1 if prefill is None else prefill.slot
+    decode = _named(Stage.DECODE, choose(Stage.DECODE, peer))
+    if isinstance(decode, Refusal):
+        return decode
+    return _without_detours(StagedChoice(decode, prefill, encode, cached_at(decode)))
+
+
+def _encode(
+    stages: Stages, request: InferenceRequest, choose: StageChoice, cached_tokens: int
+) -> Choice | Refusal | None:
+    """Return the choice of the encode stage, or None if it does not run."""
+    if (
+        stages.encode is None
+        or not may_encode_elsewhere(request)
+        or not stages.encode_if.applies(request, cached_tokens)
+    ):
+        return None
+    return _named(Stage.ENCODE, choose(Stage.ENCODE, -1))
+
+
+def _without_detours(chosen: StagedChoice) -> StagedChoice:
+    """Leave out a stage whose endpoint would be asked by itself to do what it does anyway."""
+    if chosen.prefill is not None and chosen.prefill.slot == chosen.decode.slot:
+        chosen = structs.replace(chosen, prefill=None)
+    computing = chosen.prefill or chosen.decode
+    if chosen.encode is not None and chosen.encode.slot == computing.slot:
+        chosen = structs.replace(chosen, encode=None)
+    return chosen
+
+
+def _named(stage: Stage, choice: Choice | Refusal) -> Choice | Refusal:
+    """Return `choice`; a refusal names the stage that has no endpoint."""
+    if not isinstance(choice, Refusal):
+        return choice
+    reason = choice.reason
+    if reason is RefusalReason.NO_ENDPOINTS:
+        reason = _NOBODY.get(stage, reason)
+    message = f"the request cannot be served in stage {stage}: {choice.message}"
+    return structs.replace(choice, reason=reason, message=message, stage=stage)

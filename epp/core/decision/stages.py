@@ -1,0 +1,176 @@
+"""The stages of a request, as data: which profile chooses the endpoint of each, and when it runs.
+
+A request always has a decode stage, whose endpoint the gateway sends it to. A pool can serve the
+other two elsewhere: one endpoint encodes the media of the prompt, and one computes its KV cache
+(prefill). A rule is a pure value. It sees the request and the number of prompt tokens that the
+decode endpoint has cached; it sees no clock, no candidates and no dice.
+
+Source of the orders, of the rules and of their edge cases: llm-d/llm-d-router,
+`scheduling/profilehandler/disagg`.
+"""
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Final, TypeAlias
+
+from msgspec import Struct
+
+from epp.core.decision.profile import SchedulingProfile
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import ApiKind, Stage
+
+ROTATION_SHIFT: Final = 32
+ROTATION_FACTORS: Final = {
+    Stage.PREFILL: round((1 + 5**0.5) / 2 * 2**ROTATION_SHIFT),
+    Stage.ENCODE: round(2**0.5 * 2**ROTATION_SHIFT),
+}
+"""Factors of the decision's number, in units of 2**-32, from which each stage but decode rotates.
+
+The golden ratio and the square root of 2 are irrational and independent. Ties in two stages are
+therefore combined in all ways equally often (Weyl's equidistribution theorem). The same rotation
+would pair endpoint i of one role with endpoint i of the other for ever.
+"""
+
+_ENCODE_PATHS: Final = ("/v1/chat/completions",)
+_PREFILL_PATHS: Final = (
+    *_ENCODE_PATHS,
+    "/v1/completions",
+    "/v1/messages",
+    "/v1/responses",
+    "/inference/v1/generate",
+)
+"""Ends of the paths on which the sidecar of a decode endpoint obeys the header."""
+_ENCODE_APIS: Final = frozenset({ApiKind.CHAT})
+_PREFILL_APIS: Final = frozenset(
+    {ApiKind.CHAT, ApiKind.COMPLETIONS, ApiKind.MESSAGES, ApiKind.RESPONSES, ApiKind.TOKENS}
+)
+
+
+class Order(StrEnum):
+    """The order in which the endpoints of a request are chosen."""
+
+    DECODE_FIRST = "decode-first"
+    PREFILL_FIRST = "prefill-first"
+
+
+class PrefillEnd(StrEnum):
+    """The event that shows the end of the prefill and encode stages."""
+
+    HEADERS = "headers"
+    """The response headers, because the sidecar starts decoding after the prefill."""
+    OUTPUT = "output"
+    """The first output, because the sidecar starts both stages at once."""
+
+
+class Never(Struct, frozen=True):
+    """The stage never runs."""
+
+    def applies(self, request: InferenceRequest, cached_tokens: int) -> bool:
+        return False
+
+
+class Always(Struct, frozen=True):
+    """The stage runs for every request."""
+
+    def applies(self, request: InferenceRequest, cached_tokens: int) -> bool:
+        return True
+
+
+class Uncached(Struct, frozen=True):
+    """The stage runs if at least `tokens` prompt tokens are not cached at the decode endpoint.
+
+    It never runs if `tokens` is 0, or for prompts of fewer than `prompt_tokens` tokens.
+    """
+
+    tokens: int
+    prompt_tokens: int = 0
+
+    def applies(self, request: InferenceRequest, cached_tokens: int) -> bool:
+        total = request.prompt_tokens
+        if not self.tokens or total < self.prompt_tokens:
+            return False
+        return total - cached_tokens >= self.tokens
+
+
+class Multimodal(Struct, frozen=True):
+    """The stage runs for prompts with an image, audio or video."""
+
+    def applies(self, request: InferenceRequest, cached_tokens: int) -> bool:
+        return bool(request.media_items())
+
+
+Rule: TypeAlias = Never | Always | Uncached | Multimodal
+
+
+class Stages(Struct, frozen=True, kw_only=True):
+    """The profiles that choose the endpoints of a request, and the rules by which stages run."""
+
+    decode: SchedulingProfile
+    """Profile that chooses the endpoint to which the gateway sends the request."""
+    prefill: SchedulingProfile | None = None
+    """Profile that chooses the endpoint of a remote prefill, or None if every endpoint prefills its
+    own requests.
+    """
+    encode: SchedulingProfile | None = None
+    """Profile that chooses the endpoints that encode media, or None if every endpoint encodes its
+    own.
+    """
+    prefill_if: Rule = Never()
+    encode_if: Rule = Never()
+    order: Order = Order.DECODE_FIRST
+    """With `PREFILL_FIRST`, every request that may be prefilled elsewhere is, and `prefill_if` has
+    no effect.
+    """
+    fallback: SchedulingProfile | None = None
+    """Profile that chooses one endpoint for the whole request if a stage that must run has no
+    endpoint. If it is None, such a request is refused.
+    """
+    prefill_end: PrefillEnd = PrefillEnd.HEADERS
+
+    @property
+    def alone(self) -> bool:
+        """Return whether one endpoint serves the whole of every request."""
+        return self.prefill is None and self.encode is None
+
+    def profiles(self) -> Iterator[tuple[str, SchedulingProfile]]:
+        """Yield the name of each part and its profile, decode first."""
+        named = {
+            Stage.DECODE.value: self.decode,
+            Stage.PREFILL.value: self.prefill,
+            Stage.ENCODE.value: self.encode,
+            "fallback": self.fallback,
+        }
+        for name, profile in named.items():
+            if profile is not None:
+                yield name, profile
+
+
+def rotation_of(stage: Stage, rotation: int) -> int:
+    """Return the counter by which `stage` breaks ties in decision number `rotation`."""
+    factor = ROTATION_FACTORS.get(stage)
+    return rotation if factor is None else rotation * factor >> ROTATION_SHIFT
+
+
+def may_prefill_elsewhere(request: InferenceRequest) -> bool:
+    """Return whether the sidecar of the decode endpoint would obey the prefill header of `request`.
+
+    It obeys it on five paths. A request with several prompts is excluded, because the request that
+    the sidecar sends to the prefill endpoint would compute an answer for each.
+    """
+    return request.prompt_count == 1 and _may_be_remote(request, _PREFILL_PATHS, _PREFILL_APIS)
+
+
+def may_encode_elsewhere(request: InferenceRequest) -> bool:
+    """Return whether the sidecar of the decode endpoint would obey the encode header of `request`."""
+    return _may_be_remote(request, _ENCODE_PATHS, _ENCODE_APIS)
+
+
+def _may_be_remote(
+    request: InferenceRequest, paths: tuple[str, ...], apis: frozenset[ApiKind]
+) -> bool:
+    """Decide by the path, or by the API if the gateway does not report the path."""
+    headers = request.headers
+    path = headers.get(":path", "")
+    if not path:
+        return request.api in apis
+    return headers.get(":method", "POST") == "POST" and path.partition("?")[0].endswith(paths)

@@ -207,7 +207,12 @@ class Reloading:
     def _count_configured(self, settings: SchedulerSettings, changes: Sequence[str] = ()) -> None:
         live, told = self._live, self._concerned
         told.recent.configured(live.generation, settings)
-        weights = {scorer.name: scorer.weight for scorer in settings.profile.scorers}
+        stages = settings.stages
+        weights = {
+            scorer.name if stages.alone else f"{name} {scorer.name}": scorer.weight
+            for name, profile in stages.profiles()
+            for scorer in profile.scorers
+        }
         told.changes.apply(live.generation, live.hash, live.config.source, changes, weights)
         told.telemetry.config_applied(settings, config_hash=live.hash, generation=live.generation)
 

@@ -19,15 +19,15 @@ from epp.configuration.config import (
 )
 from epp.configuration.needed_indexes import block_tokens_of, is_prefix, joined_names
 from epp.core.decision.plugin import Picker, declaration_fault
+from epp.core.decision.profile import SchedulingProfile
 from epp.core.decision.settings import SchedulerSettings
-from epp.core.decision.stages import Stages
 from epp.core.failures import Interrupted
 from epp.core.knowledge.affinity import NoHitLruSettings, SessionIndexSettings
 from epp.core.knowledge.exact import ExactIndexSettings
 from epp.core.knowledge.index import AffinityIndexSettings
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.core.knowledge.prefix import PrefixIndexSettings
-from epp.core.types import Seconds
+from epp.core.types import Seconds, Stage
 from epp.plugins import DEPRECATED, FILTERS, PICKERS, SCORERS
 from epp.plugins.burst import BurstSettings
 from epp.plugins.encoder_cache import EncoderCacheSettings
@@ -132,8 +132,18 @@ def build_settings(
 
     `prefill_tokens_per_s` is the speed of an endpoint for which the configuration sets none.
     """
-    profile = config.profile
-    picker = _picking(profile.picker, 1 + fallback_endpoints_max)
+    stages = config.stages
+    changed: dict[str, SchedulingProfile] = {
+        name: msgspec.structs.replace(
+            profile,
+            picker=_picking(
+                profile.picker, 1 if name == Stage.PREFILL else 1 + fallback_endpoints_max
+            ),
+        )
+        for name, profile in stages.profiles()
+        # The encode stage uses as many endpoints as its picker chooses.
+        if name != Stage.ENCODE
+    }
     refresh_interval_s = max(refresh_interval_s, config.metrics.source.interval_s)
     saturation = config.saturation
     if not config.staleness_given:
@@ -144,11 +154,16 @@ def build_settings(
         )
     readers: list[Any] = [
         config.inflight,
-        *(each.plugin for each in profile.filters if each.plugin.abilities.tells_prefill_speed),
+        *(
+            each.plugin
+            for _, profile in stages.profiles()
+            for each in profile.filters
+            if each.plugin.abilities.tells_prefill_speed
+        ),
     ]
     speeds = (plugin.peak_prefill_throughput for plugin in readers)
     return SchedulerSettings(
-        stages=Stages(decode=msgspec.structs.replace(profile, picker=picker)),
+        stages=msgspec.structs.replace(stages, **changed),
         indexes=config.indexes,
         prefix=config.prefix,
         joined=joined_names(config.indexes, config.prefix),
@@ -179,7 +194,8 @@ def oldest_metrics_s(settings: SchedulerSettings) -> Seconds:
         settings.saturation,
         *(
             each.plugin
-            for each in settings.profile.filters
+            for _, profile in settings.stages.profiles()
+            for each in profile.filters
             if each.plugin.abilities.limits_metrics_age
         ),
     ]

@@ -12,6 +12,12 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
+from epp.configuration.disaggregation import (
+    DECIDERS,
+    STAGE_HANDLERS,
+    STAGE_HEADERS,
+    StageHeaders,
+)
 from epp.configuration.token_producer import TokenProducer
 from epp.core.duration import parse_duration
 from epp.core.knowledge.candidates import ATTRIBUTES_MAX
@@ -252,6 +258,7 @@ class KubernetesNotificationSource(Parameters, frozen=True):
 HANDLERS: Final[Mapping[str, type[Parameters]]] = {
     "single-profile-handler": NoParameters,
     "data-parallel-profile-handler": DataParallelHandler,
+    **STAGE_HANDLERS,
 }
 
 NOTIFICATION_SOURCES: Final = ("endpoint-notification-source", "k8s-notification-source")
@@ -259,6 +266,8 @@ NOTIFICATION_SOURCES: Final = ("endpoint-notification-source", "k8s-notification
 
 ACCEPTED: Final[Mapping[str, type[Parameters]]] = {
     **HANDLERS,
+    **dict.fromkeys(STAGE_HEADERS, StageHeaders),
+    **DECIDERS,
     "endpoint-notification-source": NoParameters,
     "k8s-notification-source": KubernetesNotificationSource,
     "token-producer": TokenProducer,
@@ -296,20 +305,12 @@ MOVED_TO_INDEX: Final = (
 )
 """Parameters that `prefix-cache-scorer` had before the index became a separate plugin."""
 
-_NO_DISAGGREGATION: Final = "prefill and decode are not disaggregated"
 _NO_QUEUE: Final = "requests are not queued in the picker"
 _NO_PREDICTOR: Final = "there is no latency predictor"
 
 REFUSED: Final[Mapping[str, str]] = {
-    "disagg-profile-handler": f"{_NO_DISAGGREGATION}: use single-profile-handler with one profile",
-    "pd-profile-handler": f"{_NO_DISAGGREGATION}: use single-profile-handler with one profile",
-    "header-profile-handler": "there is one profile: use single-profile-handler",
-    "prefill-header-handler": f"{_NO_DISAGGREGATION}: remove it",
-    "disagg-headers-handler": f"{_NO_DISAGGREGATION}: remove it",
-    "prefix-based-pd-decider": f"{_NO_DISAGGREGATION}: remove it",
-    "always-disagg-pd-decider": f"{_NO_DISAGGREGATION}: remove it",
-    "always-disagg-multimodal-decider": f"{_NO_DISAGGREGATION}: remove it",
-    "disaggregatedset-rollout-screener": f"{_NO_DISAGGREGATION}: remove it",
+    "header-profile-handler": "profiles are not chosen by a header: use disagg-profile-handler",
+    "disaggregatedset-rollout-screener": "revisions are not compared: use label-selector-filter",
     "latency-scorer": f"{_NO_PREDICTOR}: use token-load-scorer",
     "predicted-latency-producer": f"{_NO_PREDICTOR}: use inflight-load-producer",
     "predicted-latency-scorer": f"{_NO_PREDICTOR}: use token-load-scorer",

@@ -36,6 +36,7 @@ from epp.configuration.findings import Findings, shown
 from epp.configuration.needed_indexes import NeededIndexes, block_tokens_of
 from epp.configuration.other_sections import MetricsSettings, OtherSections
 from epp.configuration.profile_sections import ProfileSections
+from epp.configuration.stage_sections import StageSections
 from epp.configuration.token_producer import Backend, TokenProducer
 from epp.configuration.trial import failing_plugins
 from epp.core.decision.plugin import (
@@ -97,7 +98,7 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
     """A complete, valid configuration, with all defaults filled in."""
 
     source: str
-    profile: SchedulingProfile
+    stages: Stages
     indexes: Mapping[str, AffinityIndexSettings]
     """Index settings by the name under which filters and scorers request the index."""
     prefix: str = ""
@@ -121,11 +122,16 @@ class PickerConfig(Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()
 
     @property
+    def profile(self) -> SchedulingProfile:
+        """Return the profile that chooses the endpoint to which the gateway sends a request."""
+        return self.stages.decode
+
+    @property
     def tokens_asked(self) -> TokenProducer:
         """Return the producer of token ids, or one without effect if no part of the decision reads
         token ids.
         """
-        profiles = (self.profile,) if self.shadow is None else (self.profile, self.shadow)
+        profiles = _profiles_of(self.stages, self.shadow)
         return self.tokens if _reads_tokens(self.indexes, profiles) else TokenProducer()
 
 
@@ -142,7 +148,8 @@ def load_config(text: bytes | str, source: str, plugins: PluginTables) -> Picker
     declared.read(document.get("plugins"))
 
     profiles = ProfileSections(declared)
-    acting = profiles.acting(document.get("schedulingProfiles"))
+    staged = StageSections(profiles)
+    stages = staged.acting(document.get("schedulingProfiles"))
     shadow, shadow_share = profiles.shadow(document.get("shadow"))
     sections = OtherSections(declared)
     detector = sections.saturation(document)
@@ -154,21 +161,21 @@ def load_config(text: bytes | str, source: str, plugins: PluginTables) -> Picker
     sections.check_load_producers()
     sections.check_attributes(metrics)
     findings.raise_problems()
-    assert acting is not None, "a document without a profile has a problem"
+    assert stages is not None, "a document without a profile has a problem"
 
-    both = (acting,) if shadow is None else (acting, shadow)
+    used = _profiles_of(stages, shadow)
     needed = NeededIndexes(declared)
-    indexes, prefix = needed.of(both)
+    indexes, prefix = needed.of(used, staged.counts_uncached)
     needed.check_uncached_by(indexes, prefix)
     findings.raise_problems()
-    _warn_of_unused(both, detector, declared)
-    if tokens.backend is not Backend.ESTIMATE and not _reads_tokens(indexes, both):
+    _warn_of_unused(used, detector, declared)
+    if tokens.backend is not Backend.ESTIMATE and not _reads_tokens(indexes, used):
         _warn_of_unread_tokens(declared)
-    for one in both:
+    for one in used:
         _try_out(one, indexes, prefix, declared)
     return PickerConfig(
         source=source,
-        profile=acting,
+        stages=stages,
         indexes=indexes,
         prefix=prefix,
         saturation=detector.plugin if detector else UtilizationDetector(),
@@ -267,6 +274,13 @@ def _try_out(
             f"{declared.where_of(failing.name)}: {failing.what}, in a trial on test endpoints"
         )
     declared.findings.raise_problems()
+
+
+def _profiles_of(stages: Stages, shadow: SchedulingProfile | None) -> tuple[SchedulingProfile, ...]:
+    """Return every profile once, that of the decode stage first and the shadow last."""
+    profiles = [profile for _, profile in stages.profiles()]
+    found = {id(one): one for one in (*profiles, *(() if shadow is None else (shadow,)))}
+    return tuple(found.values())
 
 
 def _reads_tokens(

@@ -22,6 +22,7 @@ from epp.configuration.compatibility import (
     InflightLoadProducer,
     refusal_of,
 )
+from epp.configuration.disaggregation import DECIDERS, STAGE_HANDLERS, STAGE_HEADERS
 from epp.configuration.document import nearest
 from epp.configuration.findings import Findings, raised
 from epp.configuration.token_producer import TokenProducer
@@ -63,6 +64,7 @@ class Role(StrEnum):
     PARSER = "parser"
     SOURCE = "data source"
     EXTRACTOR = "extractor"
+    DECIDER = "decider"
     PRODUCER = "producer"
     RESPONDER = "response plugin"
     REQUEST_MARKER = "request plugin"
@@ -91,6 +93,8 @@ class _PluginSpec(Parameters, frozen=True):
 
 _ROLES: Final[Mapping[str, Role]] = {
     **dict.fromkeys(HANDLERS, Role.HANDLER),
+    **dict.fromkeys(STAGE_HEADERS, Role.HANDLER),
+    **dict.fromkeys(DECIDERS, Role.DECIDER),
     **dict.fromkeys(PARSERS, Role.PARSER),
     "metrics-data-source": Role.SOURCE,
     "core-metrics-extractor": Role.EXTRACTOR,
@@ -115,6 +119,8 @@ class DeclaredPlugins:
         self.plugins: dict[str, ConfiguredPlugin] = {}
         self.for_index: dict[str, Any] = {}
         """Parameters of the index that old configurations set on `prefix-cache-scorer`."""
+        self.stages_unknown = False
+        """True if a plugin that splits requests into stages has a problem of its own."""
         self._broken: set[str] = set()
         """Names of plugins with a problem of their own; references to them are not reported as
         missing.
@@ -145,6 +151,7 @@ class DeclaredPlugins:
             plugin = self.plugin(where, name, type_name, parameters)
             if plugin is None:
                 self._broken.add(name)
+                self.stages_unknown |= type_name in STAGE_HANDLERS
             else:
                 self.plugins[name] = plugin
 

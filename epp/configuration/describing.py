@@ -8,6 +8,7 @@ import msgspec
 from epp.configuration.config import PickerConfig, Role
 from epp.configuration.token_producer import Backend, TokenProducer
 from epp.core.decision.profile import SchedulingProfile
+from epp.core.decision.stages import Stages
 from epp.core.duration import Duration
 from epp.core.knowledge.ejection import OutlierEjection
 
@@ -19,7 +20,13 @@ def describe(config: PickerConfig) -> dict[str, dict[str, Any]]:
     """Return the canonical form: the effective settings as plain values, equal if and only if the
     effect is.
     """
-    lines = _describe_profile(config.profile, "")
+    lines: dict[str, dict[str, Any]] = {}
+    if config.stages.alone:
+        lines |= _describe_profile(config.profile, "")
+    else:
+        lines["stages"] = _describe_stages(config.stages)
+        for name, profile in config.stages.profiles():
+            lines |= _describe_profile(profile, f"{name} ")
     if config.shadow is not None:
         lines |= _describe_profile(config.shadow, _SHADOW)
         lines[f"{_SHADOW}profile"]["share"] = _whole(config.shadow_share)
@@ -43,6 +50,15 @@ def describe(config: PickerConfig) -> dict[str, dict[str, Any]]:
     }
     for page, source in config.metrics.pages.items():
         lines[f"page {page}"] = plain_parameters(source)
+    return lines
+
+
+def _describe_stages(stages: Stages) -> dict[str, Any]:
+    lines: dict[str, Any] = {"order": stages.order.value, "prefillEnd": stages.prefill_end.value}
+    for stage, rule in (("prefill", stages.prefill_if), ("encode", stages.encode_if)):
+        parameters = msgspec.to_builtins(rule)
+        lines[f"{stage}If"] = type(rule).__name__.lower()
+        lines |= {f"{stage}If.{name}": value for name, value in parameters.items()}
     return lines
 
 

@@ -12,8 +12,10 @@ from epp.configuration.describing import config_hash, plain_parameters
 from epp.core.decision.plugin import PREFIX_READS
 from epp.core.decision.profile import SchedulingProfile
 from epp.core.decision.settings import SchedulerSettings
+from epp.core.decision.stages import Always, Multimodal, Order, Rule, Stages, Uncached
 from epp.core.knowledge.ejection import OutlierEjection
 from epp.core.knowledge.prefix import PrefixIndexSettings
+from epp.core.prompt.request import InferenceRequest
 
 _PREFIX_INDEX: Final = "prefix index"
 _WORDS: Final[Mapping[str, str]] = {
@@ -67,22 +69,12 @@ def what_it_reads(kind: type[Any]) -> str:
 def explain(config: PickerConfig) -> str:
     """Return a description of what `config` does, for reading on a terminal."""
     settings = build_settings(config)
-    profile = settings.profile
+    stages = settings.stages
     lines = [f"configuration  {config.source}", f"hash           {config_hash(config)}", ""]
-    lines.append(f"profile {profile.name}")
-    for number, named in enumerate(profile.filters, 1):
-        lines += _member(f"filter {number}", named.name, named.plugin)
-    if not profile.filters:
-        lines.append("  no filters: every ready endpoint is a candidate")
-    total = sum(scorer.weight for scorer in profile.scorers)
-    for scorer in profile.scorers:
-        share = f"weight {scorer.weight:g} of {total:g}, {scorer.weight / total:.0%}"
-        lines += _member("scorer", scorer.name, scorer.plugin, share)
-    if not profile.scorers:
-        lines.append("  no scorers: all candidates are equal")
-    lines += _member("picker", profile.picker_name, profile.picker)
-    for responder in profile.responders:
-        lines += _member("responder", responder.name, responder.plugin)
+    if stages.alone:
+        lines += _profile(f"profile {stages.decode.name}", stages.decode)
+    else:
+        lines += _stages(stages)
     if config.shadow is not None:
         lines += ["", *_shadow(config.shadow, config.shadow_share)]
     lines += ["", "indexes"]
@@ -102,6 +94,89 @@ def explain(config: PickerConfig) -> str:
     for page, source in config.metrics.pages.items():
         lines += ["", f"page {page} of endpoints", *_parameters(source)]
     return "\n".join(lines) + "\n"
+
+
+def _stages(stages: Stages) -> list[str]:
+    """Return a table for each stage, with the rule by which it runs."""
+    first = "decode, then encode, then prefill near the decode endpoint"
+    if stages.order is Order.PREFILL_FIRST:
+        first = "prefill, then encode, then decode near the prefill endpoint"
+    lines = [f"stages, chosen in this order: {first}"]
+    always = Always()
+    rules: Mapping[str, Rule] = {
+        "prefill": always if stages.order is Order.PREFILL_FIRST else stages.prefill_if,
+        "encode": stages.encode_if,
+    }
+    for name, profile in stages.profiles():
+        lines += ["", *_profile(f"stage {name}: profile {profile.name}", profile)]
+        if name in rules:
+            lines.append(f"  runs      {_rule(rules[name])}")
+            lines += [f"      {line}" for line in _examples(name, rules[name])]
+        elif name == "fallback":
+            lines.append("  runs      instead of all stages, if one that must run has no endpoint")
+        else:
+            lines.append("  runs      for every request")
+    if stages.fallback is None:
+        lines += ["", "a request is refused if a stage that must run has no endpoint"]
+    return [*lines, f"prefill and encode end with the {stages.prefill_end} of the response"]
+
+
+def _rule(rule: Rule) -> str:
+    """Return in words when a stage runs."""
+    match rule:
+        case Always():
+            return "for every request"
+        case Multimodal():
+            return "for prompts with an image, audio or video"
+        case Uncached(tokens, least) if tokens:
+            of = f" of at least {least}" if least else ""
+            return f"if {tokens} or more prompt tokens{of} are not cached at the decode endpoint"
+        case _:
+            return "never"
+
+
+def _examples(stage: str, rule: Rule) -> list[str]:
+    """Return examples of a rule that counts tokens, for 5,120 prompt tokens."""
+    if not isinstance(rule, Uncached) or not rule.tokens:
+        return []
+    total = 5_120
+    return [stage_reason(stage, rule, total, cached) for cached in (1_024, total)]
+
+
+def stage_reason(stage: str, rule: Rule, prompt_tokens: int, cached_tokens: int) -> str:
+    """Return why a rule ran or did not run `stage` for a prompt, for example
+    `5120 tokens, 1024 cached at D, 4096 >= 16: prefill`.
+    """
+    request = InferenceRequest(request_id="", prompt_tokens=prompt_tokens)
+    applies = rule.applies(request, cached_tokens)
+    verdict = stage if applies else f"no {stage}"
+    if not isinstance(rule, Uncached):
+        return f"{_rule(rule)}: {verdict}"
+    told = f"{prompt_tokens} tokens, {cached_tokens} cached at D"
+    if not rule.tokens:
+        return f"{told}, never: {verdict}"
+    if prompt_tokens < rule.prompt_tokens:
+        return f"{told}, {prompt_tokens} < {rule.prompt_tokens}: {verdict}"
+    uncached = prompt_tokens - cached_tokens
+    return f"{told}, {uncached} {'>=' if applies else '<'} {rule.tokens}: {verdict}"
+
+
+def _profile(heading: str, profile: SchedulingProfile) -> list[str]:
+    lines = [heading]
+    for number, named in enumerate(profile.filters, 1):
+        lines += _member(f"filter {number}", named.name, named.plugin)
+    if not profile.filters:
+        lines.append("  no filters: every ready endpoint is a candidate")
+    total = sum(scorer.weight for scorer in profile.scorers)
+    for scorer in profile.scorers:
+        share = f"weight {scorer.weight:g} of {total:g}, {scorer.weight / total:.0%}"
+        lines += _member("scorer", scorer.name, scorer.plugin, share)
+    if not profile.scorers:
+        lines.append("  no scorers: all candidates are equal")
+    lines += _member("picker", profile.picker_name, profile.picker)
+    for responder in profile.responders:
+        lines += _member("responder", responder.name, responder.plugin)
+    return lines
 
 
 def _shadow(profile: SchedulingProfile, share: float) -> list[str]:

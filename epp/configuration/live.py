@@ -155,7 +155,8 @@ class LiveConfiguration:
             f"{config.source}: session tokens of {scorer.name} are signed with a key of this "
             "process, so other replicas and the next process do not accept them: set "
             "--session-token-key-file"
-            for scorer in config.profile.scorers
+            for _, profile in config.stages.profiles()
+            for scorer in profile.scorers
             if scorer.plugin.abilities.reads_session_tokens and _reads_tokens(scorer.plugin)
         ]
 

@@ -10,6 +10,7 @@ from epp.configuration.compatibility import InflightLoadProducer, refusal_of
 from epp.configuration.declared_plugins import (
     BLOCK_TOKENS_MIN,
     PREFIX_INDEX,
+    ConfiguredPlugin,
     DeclaredPlugins,
     Role,
     counts_blocks,
@@ -44,10 +45,12 @@ class NeededIndexes:
         """Parameters of each index that the document has set so far, by name of the index."""
 
     def of(
-        self, profiles: Sequence[SchedulingProfile]
+        self, profiles: Sequence[SchedulingProfile], decider: ConfiguredPlugin | None = None
     ) -> tuple[dict[str, AffinityIndexSettings], str]:
         """Return the declared indexes and those that the profiles need, and the name of the default
         prefix index.
+
+        `decider` is a plugin that needs a prefix index without being in a profile, or None.
         """
         indexes: dict[str, AffinityIndexSettings] = {}
         named: dict[str, str] = {}
@@ -74,6 +77,11 @@ class NeededIndexes:
             self._need_index(where, needed, indexes, named)
         if not self.findings.problems and not any(is_prefix(index) for index in indexes.values()):
             reader = next(filter(None, map(_prefix_reader, profiles)), None)
+            if reader is None and decider is not None:
+                reader = decider.name
+                self.findings.warn(
+                    f"{decider.where}: {PREFIX_INDEX} is added, because it counts cached tokens"
+                )
             if reader is not None:
                 default = _NeededIndex("", PREFIX_INDEX, {})
                 self._need_index(self.declared.where_of(reader), default, indexes, named)

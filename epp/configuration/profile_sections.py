@@ -28,7 +28,9 @@ class _ProfilePlugin(Parameters, frozen=True):
     weight: float | None = None
 
 
-class _ProfileSpec(Parameters, frozen=True):
+class ProfileSpec(Parameters, frozen=True):
+    """An item of the section `schedulingProfiles`."""
+
     name: str
     plugins: tuple[_ProfilePlugin, ...] = ()
 
@@ -46,23 +48,45 @@ class ProfileSections:
         self.declared = declared
         self.findings = declared.findings
 
+    def by_name(self, value: Any) -> dict[str, tuple[str, ProfileSpec]]:
+        """Return the place in the document and the content of each profile, by its name."""
+        found: dict[str, tuple[str, ProfileSpec]] = {}
+        for index, item in enumerate(self.findings.items(value, "schedulingProfiles")):
+            where = f"schedulingProfiles[{index}]"
+            spec = self.findings.convert(item, ProfileSpec, where)
+            if spec is None:
+                continue
+            if spec.name in found:
+                self.findings.problem(
+                    f"{where}: the name {spec.name} is taken by an earlier profile"
+                )
+            found.setdefault(spec.name, (where, spec))
+        return found
+
     def acting(self, value: Any) -> SchedulingProfile | None:
-        """Return the profile that places requests, or None after a problem."""
+        """Return the only profile, which places requests, or None after a problem."""
         items = self.findings.items(value, "schedulingProfiles")
         if len(items) > 1:
             self.findings.problem(
-                f"schedulingProfiles has {len(items)} profiles, expected one: every request is "
-                "scheduled once, because prefill and decode are not disaggregated"
+                f"schedulingProfiles has {len(items)} profiles, expected one: declare a "
+                "disagg-profile-handler, which names the profile of each stage"
             )
             return None
         if not items:
             return self._profile_of_all()
         where = "schedulingProfiles[0]"
-        spec = self.findings.convert(items[0], _ProfileSpec, where)
-        if spec is None:
-            return None
+        spec = self.findings.convert(items[0], ProfileSpec, where)
+        return None if spec is None else self.profile_of(where, spec, responds=True)
+
+    def profile_of(
+        self, where: str, spec: ProfileSpec, *, responds: bool
+    ) -> SchedulingProfile | None:
+        """Return the profile that `spec` describes at the place `where`, or None after a problem.
+
+        If `responds` is true, the profile contains the plugins that set headers.
+        """
         entries = self._entries(where, spec.plugins)
-        return self._profile(spec.name, where, entries, self._responders())
+        return self._profile(spec.name, where, entries, self._responders() if responds else ())
 
     def _responders(self) -> tuple[NamedResponder, ...]:
         """Return the plugins that take effect by being declared; profiles do not name them."""

@@ -19,6 +19,14 @@ from epp.configuration.compatibility import (
     DEPRECATED,
     MOVED_TO_INDEX,
 )
+from epp.configuration.disaggregation import (
+    PD_DECIDER,
+    STAGE_HANDLER,
+    STAGE_HANDLERS,
+    STAGE_HEADERS,
+    STAGE_PARAMETERS,
+    nested_stages,
+)
 from epp.configuration.document import ConfigError, as_one_line, read_mapping
 
 CHANGES_MAX: Final = 64
@@ -391,6 +399,54 @@ def _parameters_of(plugin: Any) -> Any:
     return entry.value if entry else None
 
 
+def _stage_handler(document: _Document) -> bool:
+    """Write the deprecated parameters of a handler of stages as `profiles` and `deciders`."""
+    for plugin, type_name in document.plugins():
+        entries = _entries(plugin)
+        parameters = entries.get("parameters")
+        told = _plain(parameters.value) if parameters is not None else {}
+        if type_name not in STAGE_HANDLERS or not isinstance(told, dict):
+            continue
+        flat = [name for name in STAGE_PARAMETERS if name in told]
+        if type_name == STAGE_HANDLER and not flat:
+            continue
+        if "profiles" in told or "deciders" in told:
+            continue
+        what = f"{', '.join(flat)} of {STAGE_HANDLER} are now profiles and deciders"
+        if type_name != STAGE_HANDLER:
+            what = f"type {type_name} is now {STAGE_HANDLER}, with profiles and deciders"
+            told.setdefault("deciderPluginName", PD_DECIDER)
+        document.tell(plugin, what)
+        nested = nested_stages(told)
+        node = entries["type"].value
+        if parameters is None:
+            document.append(plugin, {"parameters": nested})
+            document.rewrite(node, STAGE_HANDLER)
+            return True
+        value_at = document.text.find(":", parameters.key.end_mark.index) + 1
+        edits = [(value_at, _end_of(parameters.value), f" {_on_one_line(nested)}")]
+        if type_name != STAGE_HANDLER:
+            edits.append(
+                (node.start_mark.index, node.end_mark.index, _spelt(STAGE_HANDLER, node.style))
+            )
+        for start, end, by in sorted(edits, reverse=True):
+            document.replace(start, end, by)
+        return True
+    return False
+
+
+def _stage_headers(document: _Document) -> bool:
+    """Remove plugins that set the headers of stages, which are always set."""
+    found = document.members.get("plugins")
+    items = _items(found.value if found else None)
+    for at, (plugin, type_name) in enumerate(document.plugins()):
+        if type_name in STAGE_HEADERS and found is not None and len(items) > 1:
+            document.tell(plugin, f"{type_name} is removed, because these headers are always set")
+            document.remove_item(found.value, at)
+            return True
+    return False
+
+
 def _blocks_to_match(document: _Document, type_name: str, plugin: Any) -> bool:
     """Remove a limit in blocks, which has no effect beside one in tokens unless that is 0."""
     entries = _entries(_parameters_of(plugin))
@@ -624,6 +680,8 @@ def _gates(document: _Document) -> bool:
 _RULES: Final[Sequence[Callable[[_Document], bool]]] = (
     _api_version,
     _labels,
+    _stage_handler,
+    _stage_headers,
     _types,
     _precise_scorer,
     _index_parameters,

@@ -322,9 +322,7 @@ def test_no_type_is_both_known_and_refused():
     assert set(DEPRECATED) <= known
 
 
-@pytest.mark.parametrize(
-    ("name", "count"), [("disaggregated", 3), ("flow-control", 4), ("latency", 3)]
-)
+@pytest.mark.parametrize(("name", "count"), [("flow-control", 4), ("latency", 3)])
 def test_guides_that_need_more_than_there_is_are_refused_as_a_whole(name, count):
     """Every problem at once, each in one line, none of them a consequence of another."""
     with pytest.raises(ConfigError) as error:
@@ -504,8 +502,8 @@ schedulingProfiles: [{{name: p, plugins: [{{pluginRef: queue-scorer, weight: {we
     assert "must be finite and at least 0" in problem
 
 
-def test_a_second_profile_is_refused():
-    """Disaggregation needs one profile a stage; there is one stage here."""
+def test_a_second_profile_needs_a_handler():
+    """The handler names the profile of each stage."""
     (problem,) = problems(load_parts, schedulingProfiles=[{"name": "a"}, {"name": "b"}])
     assert problem.startswith("schedulingProfiles has 2 profiles, expected one")
 
@@ -625,7 +623,7 @@ def test_all_problems_are_reported_together():
         load_parts,
         plugins=[
             {"type": "queue-scorer", "parameters": {"a": 1, "b": 2}},
-            {"type": "pd-profile-handler"},
+            {"type": "latency-scorer"},
         ],
         schedulingProfiles=[
             {"name": "p", "plugins": [{"pluginRef": "queue-scorer"}, {"pluginRef": "x"}]}

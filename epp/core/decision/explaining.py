@@ -27,10 +27,17 @@ class Explained(Struct, frozen=True):
     """Outlier mark of each endpoint: "slow", "failing" or ""."""
     matched_most: int = 0
     """Largest number of leading prompt blocks that any candidate had cached."""
+    earlier: tuple[Leg, ...] = ()
+    """Legs of the stages before decode."""
 
 
-def explained(leg: Leg, outliers: Mapping[int, Outlier]) -> Explained:
-    """Note what explains `leg`, which was just decided. `outliers` is indexed by slot."""
+def explained(
+    leg: Leg, outliers: Mapping[int, Outlier], earlier: tuple[Leg, ...] = ()
+) -> Explained:
+    """Note what explains `leg`, which was just decided, after `earlier` ones of the same request.
+
+    `outliers` is indexed by slot.
+    """
     positions = [leg.picked] if leg.runner_up is None else [leg.picked, leg.runner_up]
     numbers: tuple[Sequence[float], ...] = ()
     most = 0
@@ -40,7 +47,7 @@ def explained(leg: Leg, outliers: Mapping[int, Outlier]) -> Explained:
         numbers = tuple([one for one in known if one])
     found = [outliers.get(leg.candidates.slot.item(at)) for at in positions]
     marks = [one.cause.value if one else "" for one in (*found, None)]
-    return Explained(leg, numbers, (marks[0], marks[1]), most)
+    return Explained(leg, numbers, (marks[0], marks[1]), most, earlier)
 
 
 def explaining_headers(noted: Explained, failures: PluginFailures) -> dict[str, str]:
@@ -56,6 +63,7 @@ def explaining_headers(noted: Explained, failures: PluginFailures) -> dict[str, 
     told.append(f"{leg.matched_blocks} of {leg.total_blocks} blocks")
     if leg.rank is not None:
         told.append(f"rank {leg.rank}")
+    told += [f"{one.stage} at {one.endpoint.name}" for one in noted.earlier]
     return {
         ENDPOINT_HEADER: _as_header(leg.endpoint.name),
         REASON_HEADER: _as_header(", ".join(told)),

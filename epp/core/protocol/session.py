@@ -989,7 +989,7 @@ class Session:
         exchange.request = leg.lease.request
         exchange.endpoint = leg.endpoint
         if self._settings.explain_headers:
-            self._explained = explained(leg, self._scheduler.outlying)
+            self._explained = explained(leg, self._scheduler.outlying, decision.earlier)
         self._phase = Phase.ROUTED
         self._request_ended = True
         self._observer.decided(exchange)

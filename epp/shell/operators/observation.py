@@ -115,6 +115,9 @@ class Observation:
             request_bytes=exchange.request_bytes,
             model_name=exchange.incoming_model,
         )
+        route = decision.account.route
+        if route is not None:
+            self._telemetry.staged(route, decision.earlier)
         if exchange.unseen_body is not None:
             self._telemetry.scheduled_without_prefix(exchange.unseen_body.name.lower())
         if exchange.passed_unread:

@@ -102,8 +102,28 @@ class DecisionLog:
             "eliminated": leg.eliminated,
             "candidates": len(leg.candidates),
             "scores": self._scores(leg),
+            **self._stages(account),
             **({} if account.shadow is None else {"shadow": account.shadow.fields()}),
         }
+
+    def _stages(self, account: Account) -> dict[str, object]:
+        """Return the route and the endpoints of the stages before decode; {} without stages."""
+        if account.route is None:
+            return {}
+        line: dict[str, object] = {
+            "route": account.route.value,
+            "uncached_tokens": account.uncached_tokens,
+        }
+        for leg in account.legs[1:]:
+            line[leg.stage.value] = {
+                "endpoint": leg.endpoint.name,
+                "address": leg.endpoint.address,
+                "matched_blocks": leg.matched_blocks,
+                "eliminated": leg.eliminated,
+                "candidates": len(leg.candidates),
+                "scores": self._scores(leg),
+            }
+        return line
 
     def _scores(self, leg: Leg) -> list[dict[str, object]]:
         order = leg.best(self._candidates_max)

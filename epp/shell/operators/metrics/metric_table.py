@@ -199,6 +199,20 @@ METRICS: Final[tuple[MetricSpec, ...]] = (
         "homing_refusals_total", "counter", "requests", "Refused requests by reason.", ("reason",)
     ),
     MetricSpec(
+        "homing_routes_total",
+        "counter",
+        "requests",
+        "Decisions by the stages that have an endpoint of their own; only if the configuration has several stages. A route with `prefill` does not prove that KV blocks were transferred.",
+        ("route",),
+    ),
+    MetricSpec(
+        "homing_stage_refusals_total",
+        "counter",
+        "requests",
+        "Requests refused because a stage had no endpoint; a saturated stage counts too.",
+        ("stage",),
+    ),
+    MetricSpec(
         "homing_filter_eliminated_total",
         "counter",
         "endpoints",

@@ -396,6 +396,8 @@ class Telemetry:
             others=_other_model,
         )
         self._refusals = made.numbers_by("homing_refusals_total")
+        self._routes = made.numbers_by("homing_routes_total")
+        self._stage_refusals = made.numbers_by("homing_stage_refusals_total")
         self._eliminated = made.numbers_by("homing_filter_eliminated_total")
         self._contribution = made.distributions_by("homing_scorer_contribution")
         self._without_prefix = made.numbers_by("homing_scheduled_without_prefix_total")

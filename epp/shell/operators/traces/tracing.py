@@ -319,6 +319,12 @@ def _request_attributes(exchange: Exchange) -> dict[str, Any]:
 
 def _destination(account: Account) -> dict[str, Any]:
     leg = account.leg
+    stages: dict[str, Any] = {}
+    if account.route is not None:
+        stages = {"homing.route": account.route.value}
+    for earlier in account.legs[1:]:
+        stages[f"homing.{earlier.stage}.endpoint"] = _cut(earlier.endpoint.name)
+        stages[f"homing.{earlier.stage}.matched_blocks"] = earlier.matched_blocks
     return {
         "server.address": leg.endpoint.host,
         "server.port": leg.endpoint.port,
@@ -327,6 +333,7 @@ def _destination(account: Account) -> dict[str, Any]:
         "homing.matched_blocks": leg.matched_blocks,
         "homing.total_blocks": leg.total_blocks,
         "homing.block_tokens": leg.block_tokens,
+        **stages,
     }
 
 

@@ -1,0 +1,317 @@
+"""The plugins that split a request into stages: profile handlers and deciders.
+
+Names, defaults and edge cases are those of llm-d/llm-d-router,
+`scheduling/profilehandler/disagg`. `profiles.fallback` follows its pull request 2638, and
+`prefillEnd` is an addition.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Final
+
+from msgspec import Meta, Struct
+
+from epp.core.abilities import Abilities
+from epp.core.decision.stages import Always, Multimodal, Order, PrefillEnd, Rule, Uncached
+from epp.core.parameters import Parameters
+from epp.core.types import Stage
+
+_Name = Annotated[str, Meta(min_length=1)]
+
+_ORDERS: Final[Mapping[str, Order]] = {
+    "decodefirst": Order.DECODE_FIRST,
+    "decode": Order.DECODE_FIRST,
+    "prefillfirst": Order.PREFILL_FIRST,
+    "prefill": Order.PREFILL_FIRST,
+}
+_FALLBACK: Final = "fallback"
+STAGE_HANDLER: Final = "disagg-profile-handler"
+PD_DECIDER: Final = "prefix-based-pd-decider"
+"""Decider of a `pd-profile-handler` that names none."""
+STAGE_PARAMETERS: Final[Mapping[str, tuple[str, str]]] = {
+    "decodeProfile": ("profiles", "decode"),
+    "prefillProfile": ("profiles", "prefill"),
+    "encodeProfile": ("profiles", "encode"),
+    "prefillDeciderPluginName": ("deciders", "prefill"),
+    "encodeDeciderPluginName": ("deciders", "encode"),
+    "deciderPluginName": ("deciders", "prefill"),
+}
+"""Place of each deprecated parameter in the present form; the first one given takes precedence."""
+
+
+class StageNames(Struct, frozen=True, kw_only=True):
+    """The profiles and deciders that a handler names."""
+
+    profiles: Mapping[str, str]
+    """Name of the profile of each stage, and of `fallback`."""
+    given: frozenset[str]
+    """Stages whose profile the document names, so that it must exist."""
+    deciders: Mapping[Stage, str]
+    """Name of the decider of each stage that has one."""
+    order: Order = Order.DECODE_FIRST
+    prefill_end: PrefillEnd = PrefillEnd.HEADERS
+
+
+class StageProfiles(Parameters, frozen=True):
+    """The profile of each stage."""
+
+    decode: _Name | None = None
+    """Profile of the decode stage; `decode` if not given."""
+    prefill: _Name | None = None
+    """Profile of the prefill stage; `prefill` if not given, and no such stage if there is none."""
+    encode: _Name | None = None
+    """Profile of the encode stage; `encode` if not given, and no such stage if there is none."""
+    fallback: _Name | None = None
+    """Profile that chooses one endpoint for the whole request if a stage that must run has no
+    endpoint. Without it, such a request is refused.
+    """
+
+
+class StageDeciders(Parameters, frozen=True):
+    """The decider of each stage."""
+
+    prefill: _Name | None = None
+    """Decider of the prefill stage, which never runs without one, unless prefill is chosen first."""
+    encode: _Name | None = None
+    """Decider of the encode stage, which never runs without one."""
+
+
+class DisaggHandler(Parameters, frozen=True):
+    """`disagg-profile-handler`: choose an endpoint for each of the stages decode, prefill and encode.
+
+    The gateway sends the request to the decode endpoint. The headers `x-prefiller-host-port` and
+    `x-encoder-hosts-ports` name the others to its sidecar.
+    """
+
+    abilities: ClassVar[Abilities] = Abilities(warns=True)
+
+    stage_order: str = Order.DECODE_FIRST.value
+    """Stage that is chosen first: `decode-first` or `prefill-first`. With `prefill-first`, prefill
+    runs for every request, and the decode endpoint is chosen near it.
+    """
+    profiles: StageProfiles | None = None
+    """Profile of each stage."""
+    deciders: StageDeciders | None = None
+    """Decider of each stage."""
+    prefill_end: PrefillEnd = PrefillEnd.HEADERS
+    """Sign that prefill has ended: `headers` of the response, or `output`, its first bytes. Set
+    `output` for sidecars that start prefill and decode at once (SGLang, Mooncake).
+    """
+    decode_profile: _Name | None = None
+    """Deprecated; use `profiles.decode`."""
+    prefill_profile: _Name | None = None
+    """Deprecated; use `profiles.prefill`."""
+    encode_profile: _Name | None = None
+    """Deprecated; use `profiles.encode`."""
+    prefill_decider_plugin_name: _Name | None = None
+    """Deprecated; use `deciders.prefill`."""
+    encode_decider_plugin_name: _Name | None = None
+    """Deprecated; use `deciders.encode`."""
+    decider_plugin_name: _Name | None = None
+    """Deprecated; use `deciders.prefill`, which takes precedence."""
+
+    def __post_init__(self) -> None:
+        if _spelt(self.stage_order) not in _ORDERS:
+            raise ValueError(
+                f"stageOrder is {self.stage_order!r}; it must be decode-first or prefill-first"
+            )
+        nested = self._nested
+        if nested and self.flat:
+            raise ValueError(
+                f"{' and '.join(nested)} cannot be combined with the deprecated "
+                f"{', '.join(self.flat)}; use profiles and deciders only"
+            )
+
+    @property
+    def flat(self) -> Mapping[str, str]:
+        """Return the deprecated parameters that the document sets, with their replacements."""
+        told = {
+            "decodeProfile": self.decode_profile,
+            "prefillProfile": self.prefill_profile,
+            "encodeProfile": self.encode_profile,
+            "prefillDeciderPluginName": self.prefill_decider_plugin_name,
+            "encodeDeciderPluginName": self.encode_decider_plugin_name,
+            "deciderPluginName": self.decider_plugin_name,
+        }
+        return {
+            name: ".".join(STAGE_PARAMETERS[name])
+            for name, value in told.items()
+            if value is not None
+        }
+
+    @property
+    def _nested(self) -> list[str]:
+        told = {"profiles": self.profiles, "deciders": self.deciders}
+        return [name for name, value in told.items() if value is not None]
+
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(f"{name} is deprecated, use {newer}" for name, newer in self.flat.items())
+
+    @property
+    def stages(self) -> StageNames:
+        """Return the names of the profiles and deciders."""
+        profiles, deciders = self.profiles or StageProfiles(), self.deciders or StageDeciders()
+        named = {
+            Stage.DECODE.value: profiles.decode or self.decode_profile,
+            Stage.PREFILL.value: profiles.prefill or self.prefill_profile,
+            Stage.ENCODE.value: profiles.encode or self.encode_profile,
+            _FALLBACK: profiles.fallback,
+        }
+        prefill_decider = self.prefill_decider_plugin_name or self.decider_plugin_name
+        return _stage_names(
+            named,
+            deciders.prefill or prefill_decider,
+            deciders.encode or self.encode_decider_plugin_name,
+            order=_ORDERS[_spelt(self.stage_order)],
+            prefill_end=self.prefill_end,
+        )
+
+
+class PdHandler(Parameters, frozen=True):
+    """`pd-profile-handler`: the predecessor of `disagg-profile-handler`, without an encode stage."""
+
+    abilities: ClassVar[Abilities] = Abilities(warns=True)
+
+    decode_profile: _Name | None = None
+    """Profile of the decode stage; `decode` if not given."""
+    prefill_profile: _Name | None = None
+    """Profile of the prefill stage; `prefill` if not given."""
+    decider_plugin_name: _Name = PD_DECIDER
+    """Decider of the prefill stage."""
+    primary_port: Annotated[int, Meta(ge=0, le=65_535)] = 0
+    """No effect, because data-parallel ranks with a port each are separate endpoints."""
+    prefix_plugin_type: str = ""
+    """No effect."""
+    prefix_plugin_name: str = ""
+    """No effect."""
+    prefix_match_info_producer_name: str = ""
+    """No effect, because the decider reads the index that fills the matched blocks of scorers."""
+
+    def warnings(self) -> tuple[str, ...]:
+        told = {
+            "primaryPort": self.primary_port,
+            "prefixPluginType": self.prefix_plugin_type,
+            "prefixPluginName": self.prefix_plugin_name,
+            "prefixMatchInfoProducerName": self.prefix_match_info_producer_name,
+        }
+        return (
+            "type pd-profile-handler is deprecated, use disagg-profile-handler",
+            *(f"{name} has no effect" for name, value in told.items() if value),
+        )
+
+    @property
+    def stages(self) -> StageNames:
+        """Return the names of the profiles and deciders."""
+        named = {
+            Stage.DECODE.value: self.decode_profile,
+            Stage.PREFILL.value: self.prefill_profile,
+        }
+        return _stage_names(named, self.decider_plugin_name, None)
+
+
+class StageHeaders(Parameters, frozen=True):
+    """`disagg-headers-handler` and `prefill-header-handler`: no effect, because the picker always
+    sets the headers that name the endpoints of stages.
+    """
+
+    abilities: ClassVar[Abilities] = Abilities(warns=True)
+
+    prefill_profile: str = ""
+    """No effect."""
+    encode_profile: str = ""
+    """No effect."""
+
+    def warnings(self) -> tuple[str, ...]:
+        return ("has no effect, because the headers of stages are always set: remove it",)
+
+
+class PrefixDecider(Parameters, frozen=True):
+    """`prefix-based-pd-decider`: run prefill elsewhere if enough of the prompt is not cached at the
+    decode endpoint.
+    """
+
+    abilities: ClassVar[Abilities] = Abilities(warns=True)
+
+    non_cached_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Smallest number of uncached prompt tokens for which prefill runs elsewhere; 0 for never."""
+    prompt_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Smallest number of prompt tokens for which prefill runs elsewhere."""
+
+    def warnings(self) -> tuple[str, ...]:
+        if self.non_cached_tokens:
+            return ()
+        return ("nonCachedTokens is 0, which means never: prefill does not run elsewhere",)
+
+    @property
+    def rule(self) -> Rule:
+        """Return the rule of the stage."""
+        return Uncached(self.non_cached_tokens, self.prompt_tokens)
+
+
+class AlwaysDecider(Parameters, frozen=True):
+    """`always-disagg-pd-decider`: run the stage elsewhere for every request."""
+
+    @property
+    def rule(self) -> Rule:
+        """Return the rule of the stage."""
+        return Always()
+
+
+class MultimodalDecider(Parameters, frozen=True):
+    """`always-disagg-multimodal-decider`: run the stage elsewhere for prompts with an image, audio
+    or video.
+    """
+
+    @property
+    def rule(self) -> Rule:
+        """Return the rule of the stage."""
+        return Multimodal()
+
+
+STAGE_HANDLERS: Final[Mapping[str, type[Parameters]]] = {
+    STAGE_HANDLER: DisaggHandler,
+    "pd-profile-handler": PdHandler,
+}
+_KEPT: Final = ("stageOrder", "prefillEnd")
+STAGE_HEADERS: Final = ("disagg-headers-handler", "prefill-header-handler")
+DECIDERS: Final[Mapping[str, type[Parameters]]] = {
+    PD_DECIDER: PrefixDecider,
+    "always-disagg-pd-decider": AlwaysDecider,
+    "always-disagg-multimodal-decider": MultimodalDecider,
+}
+
+
+def nested_stages(told: Mapping[str, object]) -> dict[str, object]:
+    """Return the parameters `told` of a handler in the present form."""
+    kept = {name: value for name, value in told.items() if name in _KEPT}
+    nested: dict[str, dict[str, object]] = {}
+    for name, (member, stage) in STAGE_PARAMETERS.items():
+        if name in told:
+            nested.setdefault(member, {}).setdefault(stage, told[name])
+    return {**kept, **nested}
+
+
+def _stage_names(
+    named: Mapping[str, str | None],
+    prefill_decider: str | None,
+    encode_decider: str | None,
+    *,
+    order: Order = Order.DECODE_FIRST,
+    prefill_end: PrefillEnd = PrefillEnd.HEADERS,
+) -> StageNames:
+    profiles = {
+        stage: name or stage
+        for stage, name in named.items()
+        if name is not None or stage != _FALLBACK
+    }
+    deciders = {Stage.PREFILL: prefill_decider, Stage.ENCODE: encode_decider}
+    return StageNames(
+        profiles=profiles,
+        given=frozenset(stage for stage, name in named.items() if name is not None),
+        deciders={stage: name for stage, name in deciders.items() if name is not None},
+        order=order,
+        prefill_end=prefill_end,
+    )
+
+
+def _spelt(order: str) -> str:
+    return order.lower().replace("-", "").replace("_", "")

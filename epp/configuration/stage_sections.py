@@ -1,0 +1,144 @@
+"""The stages of a configuration document: the profile of each stage, and the rule by which it runs."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from epp.configuration.declared_plugins import ConfiguredPlugin, Role
+from epp.configuration.disaggregation import STAGE_HANDLERS, StageNames
+from epp.configuration.document import nearest
+from epp.configuration.profile_sections import ProfileSections
+from epp.core.decision.profile import SchedulingProfile
+from epp.core.decision.stages import Never, Order, Rule, Stages, Uncached
+from epp.core.types import Stage
+
+
+class StageSections:
+    """The reader of the section `schedulingProfiles` and of the plugins that split requests into
+    stages.
+    """
+
+    def __init__(self, profiles: ProfileSections) -> None:
+        self.profiles = profiles
+        self.declared = profiles.declared
+        self.findings = profiles.findings
+        self.counts_uncached: ConfiguredPlugin | None = None
+        """Decider that counts uncached prompt tokens, which needs a prefix index; None if there is
+        no such decider.
+        """
+
+    def acting(self, value: Any) -> Stages | None:
+        """Return the stages that place requests, or None after a problem.
+
+        `value` is the section `schedulingProfiles`.
+        """
+        declared = self.declared.plugins.values()
+        handlers = [plugin for plugin in declared if plugin.type_name in STAGE_HANDLERS]
+        for more in handlers[1:]:
+            self.findings.problem(
+                f"{more.where}: only one handler of stages is allowed, and {handlers[0].name} is "
+                "declared before it"
+            )
+        if handlers:
+            return self._stages_by(handlers[0], value)
+        if self.declared.stages_unknown:
+            return None
+        for plugin in declared:
+            if plugin.role is Role.DECIDER:
+                self.findings.warn(
+                    f"{plugin.where}: no disagg-profile-handler names it, so it has no effect"
+                )
+        profile = self.profiles.acting(value)
+        return None if profile is None else Stages(decode=profile)
+
+    def _stages_by(self, handler: ConfiguredPlugin, value: Any) -> Stages | None:
+        """Return the stages that `handler` names, or None after a problem."""
+        names: StageNames = handler.plugin.stages
+        places = self.profiles.by_name(value)
+        by_stage = self._profiles(handler, names, places)
+        rules = self._rules(handler, names, places)
+        for name, (where, _) in places.items():
+            if name not in names.profiles.values():
+                self.findings.warn(f"{where}: no stage uses profile {name}, so it has no effect")
+        if self.findings.problems:
+            return None
+        return Stages(
+            decode=by_stage[Stage.DECODE],
+            prefill=by_stage.get(Stage.PREFILL),
+            encode=by_stage.get(Stage.ENCODE),
+            prefill_if=rules.get(Stage.PREFILL, Never()),
+            encode_if=rules.get(Stage.ENCODE, Never()),
+            order=names.order,
+            fallback=by_stage.get("fallback"),
+            prefill_end=names.prefill_end,
+        )
+
+    def _profiles(
+        self, handler: ConfiguredPlugin, names: StageNames, places: Mapping[str, tuple[str, Any]]
+    ) -> dict[str, SchedulingProfile]:
+        """Return the profile of each stage, and of `fallback`; two stages can share a profile."""
+        found: dict[str, SchedulingProfile] = {}
+        for stage, name in names.profiles.items():
+            if name not in places:
+                if stage in names.given or stage == Stage.DECODE:
+                    self.findings.problem(
+                        f"{handler.where}: profile {name} of stage {stage} is not in "
+                        f"schedulingProfiles{nearest(name, places)}"
+                    )
+                continue
+            if name not in found:
+                where, spec = places[name]
+                profile = self.profiles.profile_of(where, spec, responds=stage == Stage.DECODE)
+                if profile is not None:
+                    found[name] = profile
+        return {stage: found[name] for stage, name in names.profiles.items() if name in found}
+
+    def _rules(
+        self, handler: ConfiguredPlugin, names: StageNames, places: Mapping[str, object]
+    ) -> dict[Stage, Rule]:
+        """Return the rule of each stage that has a decider and a profile."""
+        rules: dict[Stage, Rule] = {}
+        for stage in (Stage.PREFILL, Stage.ENCODE):
+            decider = self._decider(stage, handler, names, places)
+            if decider is not None:
+                rule: Rule = decider.plugin.rule
+                rules[stage] = rule
+                if isinstance(rule, Uncached) and rule.tokens:
+                    self.counts_uncached = decider
+        for plugin in self.declared.plugins.values():
+            if plugin.role is Role.DECIDER and plugin.name not in names.deciders.values():
+                self.findings.warn(
+                    f"{plugin.where}: {handler.name} does not name it, so it has no effect"
+                )
+        return rules
+
+    def _decider(
+        self,
+        stage: Stage,
+        handler: ConfiguredPlugin,
+        names: StageNames,
+        places: Mapping[str, object],
+    ) -> ConfiguredPlugin | None:
+        """Return the decider of `stage`; None if it has none or no profile, or after a problem."""
+        there = names.profiles.get(stage) in places
+        always = names.order is Order.PREFILL_FIRST and stage is Stage.PREFILL
+        name = names.deciders.get(stage)
+        if name is None:
+            if there and not always:
+                self.findings.warn(
+                    f"{handler.where}: stage {stage} never runs, because deciders.{stage} names no "
+                    "decider"
+                )
+            return None
+        if always:
+            self.findings.problem(
+                f"{handler.where}: deciders.prefill {name} contradicts stageOrder prefill-first, "
+                "which prefills every request elsewhere: remove one of the two"
+            )
+            return None
+        decider = self.declared.refer(f"{handler.where}: deciders.{stage}", name, Role.DECIDER)
+        if decider is not None and not there:
+            self.findings.warn(
+                f"{decider.where}: has no effect, because there is no profile of {stage}"
+            )
+            return None
+        return decider

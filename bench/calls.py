@@ -10,12 +10,23 @@ The chats are those of `bench.decision`. Opening and driving a session is includ
 
 import sys
 from collections import Counter
+from random import Random
 from types import FrameType
 from typing import Any, Final
 
 from msgspec import Struct
 
-from bench.decision import Chats, Decisions, Pool, Silent, telemetry_observer
+from bench.decision import (
+    BLOCK_BYTES,
+    Chats,
+    Decisions,
+    Pool,
+    Silent,
+    stages_config,
+    telemetry_observer,
+)
+from epp.core.prompt.request import InferenceRequest
+from epp.core.types import ApiKind
 
 ENDPOINTS: Final = 100
 SIZES: Final = {
@@ -70,6 +81,31 @@ def _played(size: str, *, telemetry: bool) -> Calls:
     chats = BATCHES * batch
     # The call of `sys.setprofile` that ends the count is counted itself.
     return Calls(counted["call"] / chats, counted["c_call"] / chats - 1, frozenset(files))
+
+
+def calls_of_decision(*stages: str, endpoints: int = 1_000) -> int:
+    """Count the calls of one decision in `stages`, of Python and of C functions together."""
+    pool = Pool(endpoints, stages_config(*stages))
+    random = Random("bench:calls")
+    counted: Counter[str] = Counter()
+
+    def count(_frame: FrameType, event: str, _: Any) -> None:
+        counted[event] += 1
+
+    # The first decisions fill caches.
+    for number in range(3):
+        request = InferenceRequest(
+            request_id="bench",
+            api=ApiKind.CHAT,
+            model="llama",
+            prompts=(random.randbytes(30 * BLOCK_BYTES),),
+            prompt_tokens=30 * 64,
+        )
+        if number == 2:
+            sys.setprofile(count)
+        pool.scheduler.schedule(request, pool.now)
+        sys.setprofile(None)
+    return counted["call"] + counted["c_call"]
 
 
 def run() -> list[tuple[str, str]]:

@@ -34,6 +34,7 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.protocol.messages import Event
 from epp.core.protocol.session import Gateway, Observer, Session, SessionSettings
 from epp.core.types import ApiKind, Endpoint, EndpointMetrics, Refusal
+from epp.plugins.filters import ROLE_LABEL
 from epp.plugins.strategies import STRATEGIES
 from epp.shell.gateway.codec import decode, encode
 from epp.shell.gateway.wire import Decoder
@@ -47,6 +48,8 @@ POD_BLOCKS = 27_214
 """Blocks of 16 tokens in the KV cache of an 8B model on an 80 GB GPU."""
 _HASHING = {"seed": 1, "block_bytes": BLOCK_BYTES, "blocks_max": 2_048}
 _Hash: TypeAlias = Callable[..., bytes]
+_ROLES = ("decode", "prefill")
+"""Roles of the endpoints, in turn; only profiles with stages read them."""
 BATCH = 100
 """Decisions in a batch, of which the sampled log shows one."""
 
@@ -68,6 +71,7 @@ class Pool:
                         endpoint_id=f"uid-{number}:8000",
                         name=f"default/vllm-{number}",
                         address=f"10.0.{number // 250}.{number % 250 + 1}:8000",
+                        labels={ROLE_LABEL: _ROLES[number % len(_ROLES)]},
                     )
                     for number in range(endpoints)
                 ]
@@ -361,6 +365,43 @@ def shadow_rows() -> list[tuple[str, str]]:
     ]
 
 
+def stages_config(*stages: str) -> PickerConfig:
+    """Return a configuration in which each of `stages` runs for every request, with the scorers of
+    llm-d's guide for disaggregated serving.
+    """
+    named = ("prefix-cache-scorer", "queue-scorer", "active-request-scorer")
+    filters = [f"{stage}-filter" for stage in stages]
+    plugins: list[dict[str, object]] = [{"type": name} for name in (*filters, *named)]
+    if len(stages) > 1:
+        deciders = {"prefill": "always-disagg-pd-decider"}
+        plugins += [
+            {"type": "always-disagg-pd-decider"},
+            {"type": "disagg-profile-handler", "parameters": {"deciders": deciders}},
+        ]
+    document = {
+        "apiVersion": "llm-d.ai/v1",
+        "kind": "EndpointPickerConfig",
+        "plugins": plugins,
+        "schedulingProfiles": [
+            {
+                "name": stage,
+                "plugins": [{"pluginRef": name} for name in (f"{stage}-filter", *named)],
+            }
+            for stage in stages
+        ],
+    }
+    return load_config(json.dumps(document), "stages", plugin_tables())
+
+
+def stage_rows() -> list[tuple[str, str]]:
+    """Return rows for two stages beside one, alternating."""
+    configs = stages_config("decode"), stages_config("decode", "prefill")
+    turns = [[schedule_us(1_000, 30, config) for config in configs] for _ in range(3)]
+    one, two = (min(turn[which] for turn in turns) for which in range(2))
+    what = "schedule() in two stages in that in one, 1,000 endpoints, 30 blocks"
+    return [(what, f"{two / one:.2f}")]
+
+
 def run() -> list[tuple[str, str]]:
     """Return rows (what, how much) for the table of `python -m bench`."""
     costs_us = {
@@ -380,7 +421,15 @@ def run() -> list[tuple[str, str]]:
         for (endpoints, blocks), cost_us in costs_us.items()
         if endpoints == 1_000
     ]
-    return rows + strategy_rows() + shadow_rows() + decode_rows() + hash_rows() + chat_rows()
+    return (
+        rows
+        + strategy_rows()
+        + shadow_rows()
+        + stage_rows()
+        + decode_rows()
+        + hash_rows()
+        + chat_rows()
+    )
 
 
 if __name__ == "__main__":

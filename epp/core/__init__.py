@@ -14,6 +14,7 @@ steps of one request:
 | prompt to chained hashes     | `InferenceRequest.chains_of`            | `core/prompt/blocks`                                |
 | leave out those without room | `available`                             | `core/knowledge/availability`                       |
 | match the cached prefix      | `Indexes.match`, `AffinityIndex.match`  | `core/knowledge/indexes`, `core/knowledge/prefix`   |
+| choose by stages, if several | `decode_first`, `prefill_first`         | `core/decision/staged_choice`                       |
 | choose one: the next four    | `choose`                                | `core/decision/choice`                              |
 | - filter the candidates      | `SchedulingProfile.filter`              | `core/decision/profile`, `plugins/filters`          |
 | - prefer fresh metrics       | `choose`                                | `core/decision/choice`                              |

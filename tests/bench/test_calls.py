@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from bench.calls import SIZES, calls_of_chat
+from bench.calls import SIZES, calls_of_chat, calls_of_decision
 
 BUDGETS = {
     ("2 KB", False): (118.0, 208.5),
@@ -36,6 +36,11 @@ def test_a_chat_takes_no_more_calls_than_its_budget(size, telemetry):
         assert calls.c > c_max - SLACK, f"{counted}: lower the budget of {c_max}"
     off = {file for file in calls.files for part in OFF if part in file}
     assert not off, f"features that are off are called: {', '.join(sorted(off))}"
+
+
+def test_two_stages_take_less_than_twice_the_calls_of_one():
+    one, two = calls_of_decision("decode"), calls_of_decision("decode", "prefill")
+    assert one < two < 2 * one
 
 
 def test_every_size_has_a_budget():

@@ -24,7 +24,8 @@ def handler(kind="disagg-profile-handler", **parameters):
 
 def document(*plugins, names=("decode", "prefill"), version="llm-d.ai/v1", weight=1):
     """Return a document with a profile for each of `names`; the handler may come first."""
-    used = [*plugins, *({"type": f"{role}-filter"} for role in ROLES), {"type": "queue-scorer"}]
+    roles = [role for role in ROLES if any(role in name for name in names)]
+    used = [*plugins, *({"type": f"{role}-filter"} for role in roles), {"type": "queue-scorer"}]
     profiles = [
         {
             "name": name,

@@ -62,11 +62,10 @@ class Choice(Struct, frozen=True, gc=False):
     """Positions among the ranked candidates, the destination first; at least one."""
     sound: bool
     """True if none of the profile's plugins failed."""
-
-    @property
-    def slot(self) -> int:
-        """Return the slot of the chosen endpoint."""
-        return self.ranked.slot.item(self.picked[0])
+    request: InferenceRequest
+    """Request as the scorers saw it."""
+    slot: int
+    """Slot of the chosen endpoint."""
 
     @property
     def others(self) -> list[int]:
@@ -112,22 +111,20 @@ def choose(
         if staleness is not None:
             ranked, dropped = _fresh_first(kept, staleness)
     if state.own_cold:
-        request = cold_among(request, ranked)
+        cold = not ranked.matched_most()
+        if cold is not request.moment.cold:
+            request = structs.replace(request, moment=structs.replace(request.moment, cold=cold))
     known: Floats | None = None
     if acting is not None and (
         ranked is acting.ranked or np.array_equal(ranked.slot, acting.ranked.slot)
     ):
         known = acting.scored.scores
     scored = profile.score(request, ranked, failures, state.kept_scores, known)
-    picked = profile.pick(scored.total, ranked, state.random, rotation, failures)
+    picks = profile.pick(scored.total, ranked, state.random, rotation, failures)
     sound = failures.so_far == failed_before
-    return Choice(candidates, ranked, dropped, scored, picked.tolist(), sound)
-
-
-def cold_among(request: InferenceRequest, candidates: Candidates) -> InferenceRequest:
-    """Return `request`, which is cold if none of `candidates` has a part of its prompt cached."""
-    cold = not candidates.matched_most()
-    return structs.replace(request, moment=structs.replace(request.moment, cold=cold))
+    picked: list[int] = picks.tolist()
+    slot = ranked.slot.item(picked[0])
+    return Choice(candidates, ranked, dropped, scored, picked, sound, request, slot)
 
 
 def _fresh_first(kept: Kept, staleness: Staleness) -> tuple[Candidates, dict[str, Ints]]:

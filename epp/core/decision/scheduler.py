@@ -28,7 +28,6 @@ from epp.core.decision.choice import (
     ProfileState,
     Staleness,
     choose,
-    cold_among,
     nobody_ready,
     saturated,
 )
@@ -313,7 +312,7 @@ class Scheduler:
             stage: Stage, peer: int, fallback: SchedulingProfile | None = None
         ) -> Choice | Refusal:
             profile, state = self._stages[stage if fallback is None else None]
-            turn = rotation_of(stage, rotation)
+            turn = rotation if stage is Stage.DECODE else rotation_of(stage, rotation)
             near = candidates if peer < 0 else candidates.near(peer)
             choice = choose(profile, request, near, state, turn, staleness)
             if isinstance(choice, Refusal) and offered.with_room is not offered.in_service:
@@ -409,7 +408,7 @@ class Scheduler:
                 left_out = offered.left_out(choice.offered.slot, self.pool.columns)
                 choice = structs.replace(choice, dropped=left_out | dropped)  # noqa: PLW2901
             leg = self._assume(
-                cold_among(request, choice.ranked),
+                choice.request,
                 choice,
                 profile,
                 len(offered.ready),
@@ -417,7 +416,7 @@ class Scheduler:
                 stage=stage,
                 prefills=stage is not Stage.ENCODE
                 and (stage is Stage.PREFILL or chosen.prefill is None),
-                left_out=self._not_recorded(stage, encodes=chosen.encode is not None),
+                left_out=self._not_recorded[stage, chosen.encode is not None],
             )
             legs.append(leg)
             leases.append(leg.lease)
@@ -440,17 +439,6 @@ class Scheduler:
         )
         self._count_sent(other, now, self._not_of_media)
         return other
-
-    def _not_recorded(self, stage: Stage, *, encodes: bool) -> tuple[str, ...]:
-        """Return the names of the indexes that do not record the decision for `stage`.
-
-        An index of sessions records only the endpoint that the gateway sends the request to. An
-        index of media records the endpoint that encodes them.
-        """
-        if stage is Stage.ENCODE:
-            return self._not_of_media
-        media = self._of_media if encodes else ()
-        return (*media, *self._of_sessions) if stage is Stage.PREFILL else media
 
     def _at_this_moment(
         self, request: InferenceRequest, affinities: dict[str, Affinity]
@@ -525,7 +513,7 @@ class Scheduler:
         """
         settings, pool = self.settings, self.pool
         candidates, first = choice.ranked, choice.picked[0]
-        slot = candidates.slot.item(first)
+        slot = choice.slot
         endpoint = pool.columns.endpoints[slot]
         assert endpoint is not None, "a candidate is an endpoint"
         costs = None
@@ -825,9 +813,21 @@ class Scheduler:
             if profile is not None and not self._alone
         }
         abilities = {name: index.abilities for name, index in settings.indexes.items()}
-        self._of_media = tuple(name for name, of in abilities.items() if of.caches_media)
-        self._not_of_media = tuple(name for name in abilities if name not in self._of_media)
-        self._of_sessions = tuple(name for name, of in abilities.items() if of.names_sessions)
+        of_media = tuple(name for name, of in abilities.items() if of.caches_media)
+        of_sessions = tuple(name for name, of in abilities.items() if of.names_sessions)
+        self._not_of_media = tuple(name for name in abilities if name not in of_media)
+        # An index of sessions records only the endpoint that the gateway sends the request to. An
+        # index of media records the endpoint that encodes them.
+        self._not_recorded = {
+            (Stage.DECODE, False): (),
+            (Stage.DECODE, True): of_media,
+            (Stage.PREFILL, False): of_sessions,
+            (Stage.PREFILL, True): of_media + of_sessions,
+            (Stage.ENCODE, True): self._not_of_media,
+        }
+        """Names of the indexes that do not record the decision for a stage, by whether there is an
+        encode stage.
+        """
 
 
 _HANDLERS: Final[Mapping[type[Input], Callable[[Scheduler, Any, Seconds], Effects | None]]] = {

@@ -51,9 +51,9 @@ def decode_first(
     cached_at: Callable[[Choice], int],
 ) -> StagedChoice | Refusal:
     """Choose decode, then encode, then prefill near the decode endpoint."""
-    decode = _named(Stage.DECODE, choose(Stage.DECODE, -1))
+    decode = choose(Stage.DECODE, -1)
     if isinstance(decode, Refusal):
-        return decode
+        return _named(Stage.DECODE, decode)
     cached_tokens = cached_at(decode)
     encode = _encode(stages, request, choose, cached_tokens)
     if isinstance(encode, Refusal):
@@ -64,9 +64,10 @@ def decode_first(
         and stages.prefill_if.applies(request, cached_tokens)
         and may_prefill_elsewhere(request)
     ):
-        prefill = _named(Stage.PREFILL, choose(Stage.PREFILL, decode.slot))
-        if isinstance(prefill, Refusal):
-            return prefill
+        remote = choose(Stage.PREFILL, decode.slot)
+        if isinstance(remote, Refusal):
+            return _named(Stage.PREFILL, remote)
+        prefill = remote
     return _without_detours(StagedChoice(decode, prefill, encode, cached_tokens))
 
 
@@ -79,16 +80,17 @@ def prefill_first(
     """Choose prefill, then encode, then decode near the prefill endpoint."""
     prefill = None
     if stages.prefill is not None and may_prefill_elsewhere(request):
-        prefill = _named(Stage.PREFILL, choose(Stage.PREFILL, -1))
-        if isinstance(prefill, Refusal):
-            return prefill
+        remote = choose(Stage.PREFILL, -1)
+        if isinstance(remote, Refusal):
+            return _named(Stage.PREFILL, remote)
+        prefill = remote
     encode = _encode(stages, request, choose, 0)
     if isinstance(encode, Refusal):
         return encode
     peer = -1 if prefill is None else prefill.slot
-    decode = _named(Stage.DECODE, choose(Stage.DECODE, peer))
+    decode = choose(Stage.DECODE, peer)
     if isinstance(decode, Refusal):
-        return decode
+        return _named(Stage.DECODE, decode)
     return _without_detours(StagedChoice(decode, prefill, encode, cached_at(decode)))
 
 
@@ -102,7 +104,8 @@ def _encode(
         or not stages.encode_if.applies(request, cached_tokens)
     ):
         return None
-    return _named(Stage.ENCODE, choose(Stage.ENCODE, -1))
+    chosen = choose(Stage.ENCODE, -1)
+    return _named(Stage.ENCODE, chosen) if isinstance(chosen, Refusal) else chosen
 
 
 def _without_detours(chosen: StagedChoice) -> StagedChoice:
@@ -115,12 +118,10 @@ def _without_detours(chosen: StagedChoice) -> StagedChoice:
     return chosen
 
 
-def _named(stage: Stage, choice: Choice | Refusal) -> Choice | Refusal:
-    """Return `choice`; a refusal names the stage that has no endpoint."""
-    if not isinstance(choice, Refusal):
-        return choice
-    reason = choice.reason
+def _named(stage: Stage, refusal: Refusal) -> Refusal:
+    """Return `refusal` with the stage that has no endpoint."""
+    reason = refusal.reason
     if reason is RefusalReason.NO_ENDPOINTS:
         reason = _NOBODY.get(stage, reason)
-    message = f"the request cannot be served in stage {stage}: {choice.message}"
-    return structs.replace(choice, reason=reason, message=message, stage=stage)
+    message = f"the request cannot be served in stage {stage}: {refusal.message}"
+    return structs.replace(refusal, reason=reason, message=message, stage=stage)

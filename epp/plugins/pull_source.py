@@ -66,7 +66,7 @@ class PullSource(Parameters, frozen=True):
         if self.prefill_profile_name in {"", _PREFILL}:
             return []
         return [
-            "prefillProfileName has no effect, because prefill and decode are not disaggregated"
+            "prefillProfileName has no effect, because the source is that of the decode endpoint"
         ]
 
     def request_headers(

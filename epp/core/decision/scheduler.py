@@ -340,7 +340,8 @@ class Scheduler:
             if refusal is not None:
                 return refusal
         verdict = None
-        if self.shadow is not None:
+        # The shadow borrows from the decode profile, which does not act if the fallback does.
+        if self.shadow is not None and route is None:
             endpoint_in = self.pool.endpoint_in
             verdict = self.shadow.judge(request, chosen.decode, rotation, staleness, endpoint_in)
         legs = self._assume_stages(request, chosen, decode, offered, now)
@@ -602,10 +603,14 @@ class Scheduler:
             lease.expected = structs.replace(
                 lease.expected, predicted_tokens=cached, indexes=NO_INDEXES
             )
-        self.ledger.move(lease, slot, float(request.prompt_tokens - cached), now)
-        self._count_sent(lease, now)
+        # The endpoint that serves received the same headers, so prefill and encode stay elsewhere.
+        elsewhere = {one.stage for one in lease.earlier}
+        uncached = 0.0 if Stage.PREFILL in elsewhere else float(request.prompt_tokens - cached)
+        self.ledger.move(lease, slot, uncached, now)
+        left_out = self._not_recorded[Stage.DECODE, Stage.ENCODE in elsewhere]
+        self._count_sent(lease, now, left_out)
         if self.sent is not None:
-            self.sent.append(Sent(request, slot, now))
+            self.sent.append(Sent(request, slot, now, left_out))
         return Effects(moved=True)
 
     def _end_prefill(self, given: ResponseStarted | OutputStarted, now: Seconds) -> None:
@@ -615,7 +620,7 @@ class Scheduler:
         self.pairs.succeeded([one.slot for one in present])
         for one in present:
             if one.probe and one is not lease:
-                self.outliers.probed(one, now, passed=True)
+                self.outliers.passed(one, now)
         self.ledger.close_earlier(lease, now)
 
     def _start_response(self, given: ResponseStarted, now: Seconds) -> None:
@@ -694,8 +699,7 @@ class Scheduler:
         aside, or None.
         """
         for one in present:
-            if one.probe:
-                self.outliers.probed(one, now, passed=False)
+            self.outliers.left(one)
         set_aside = None
         # The partner may be to blame that has left.
         if len(present) > len(lease.earlier):

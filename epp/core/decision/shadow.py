@@ -117,6 +117,7 @@ class Shadow:
             block_tokens=settings.block_tokens,
             totals=totals,
             failures=failures,
+            own_cold=not settings.stages.alone,
         )
 
     def __init__(
@@ -129,6 +130,7 @@ class Shadow:
         block_tokens: int,
         totals: ShadowTotals,
         failures: PluginFailures,
+        own_cold: bool = False,
     ) -> None:
         """Judge a random `share` of the decisions, drawn by a generator of its own.
 
@@ -148,6 +150,7 @@ class Shadow:
                 own.plugin is other.plugin
                 for own, other in zip(profile.filters, acting.filters, strict=True)
             ),
+            own_cold=own_cold,
         )
         self._block_tokens = block_tokens
         self._totals = totals

@@ -240,11 +240,11 @@ class Outliers:
                 failed=failed or (hung and outcome.ending is Ending.CLIENT_LEFT),
             )
 
-    def probed(self, lease: Lease, now: Seconds, *, passed: bool) -> None:
-        """Evaluate the probe of `lease`, whose request passed or failed at several endpoints."""
+    def passed(self, lease: Lease, now: Seconds) -> None:
+        """Evaluate the probe of `lease`, whose request passed at several endpoints."""
         record = self._record(lease.slot)
         if lease.opened_at_s >= record.anew_s:
-            self._probed(lease, record, now, passed=passed, failed=not passed)
+            self._probed(lease, record, now, passed=True, failed=False)
 
     def blame(self, slot: int, now: Seconds) -> None:
         """Eject the endpoint in `slot`, which explains failures of several endpoints."""

@@ -398,6 +398,7 @@ def test_only_the_decode_leg_moves_to_the_endpoint_that_served():
     made.take(ServedBy(decision.lease, made.pool.endpoint_in(moved_to).address), 0.2)
     assert made.pool.columns.inflight_requests[0] == 1
     assert made.pool.columns.inflight_requests[moved_to] == 1
+    assert made.pool.columns.prefill_backlog_tokens[:3].tolist() == [512.0, 0.0, 0.0]
     made.take(RequestEnded(decision.lease, OK), 0.3)
     assert sums(made) == (0, 0, 0.0, 0)
 

@@ -361,7 +361,7 @@ assert False, "asserts are on"
 OPTIMISED = """
 import numpy as np
 wrong = here.Answers(does=lambda _: np.zeros(3, dtype=np.int8))
-settings = here.SchedulerSettings(profile=here.profile([wrong], [wrong], wrong))
+settings = here.SchedulerSettings(stages=here.Stages(decode=here.profile([wrong], [wrong], wrong)))
 made = here.Scheduler(settings, seed=1)
 made.take(here.PoolReplaced([here.endpoint(number) for number in range(3)]), 0.0)
 decision = made.schedule(here.request(), 1.0)

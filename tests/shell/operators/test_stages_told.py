@@ -4,9 +4,9 @@ import structlog
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from epp.core.capture.events import Responding
-from epp.core.capture.witness import CaptureWitness, Sample
 from epp.core.decision.inputs import ResponseStarted
+from epp.core.journal.events import Responding
+from epp.core.journal.witness import CaptureWitness, Sample
 from epp.core.protocol.session import Exchange
 from epp.shell.operators.logs.decision_log import DecisionLog
 from epp.shell.operators.metrics.telemetry import Telemetry

@@ -28,7 +28,7 @@ from prometheus_client.samples import Exemplar
 
 from epp import __version__
 from epp.configuration.token_producer import Backend
-from epp.core.decision.account import Leg
+from epp.core.decision.account import Leg, Route
 from epp.core.decision.scheduler import Decision
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.decision.shadow import ShadowTotals
@@ -491,6 +491,13 @@ class Telemetry:
         if waiting >= WAITING_MAX:
             self._fold_decisions()
 
+    def staged(self, route: Route, earlier: Sequence[Leg]) -> None:
+        """Count a decision in several stages by its route, with the filters of `earlier` legs."""
+        self._routes(route.value).inc()
+        for leg in earlier:
+            for name, dropped in leg.eliminated.items():
+                self._eliminated(name).inc(dropped)
+
     def fold(self) -> None:
         """Count the waiting decisions; this precedes every read, so that totals are exact.
 
@@ -572,6 +579,8 @@ class Telemetry:
         """
         reason = refusal.reason.value
         self._refusals(reason).inc()
+        if refusal.stage is not None:
+            self._stage_refusals(refusal.stage.value).inc()
         for name, dropped in refusal.eliminated.items():
             self._eliminated(name).inc(dropped)
         model, priority = (request.model, str(request.priority)) if request else ("", "0")
@@ -733,10 +742,10 @@ class Telemetry:
         self._config_info.clear()
         self._config_info.labels(config_hash, str(generation)).set(1)
         self._weights.clear()
-        profile = settings.profile
-        for scorer in profile.scorers:
-            names = printable(profile.name), printable(scorer.name)
-            self._weights.labels(*names).set(scorer.weight)
+        for _, profile in settings.stages.profiles():
+            for scorer in profile.scorers:
+                names = printable(profile.name), printable(scorer.name)
+                self._weights.labels(*names).set(scorer.weight)
 
     def config_rejected(self) -> None:
         """Record that a new configuration was rejected and the last valid one stays."""

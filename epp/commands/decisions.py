@@ -104,11 +104,15 @@ def _text(stretch: Stretch, shown: list[PastDecision | PastRefusal], lost: int) 
     head = "".join(f"{printable(line)}\n" for line in lines)
     parts = [head + table(rows)] if rows else [head]
     if shown:
-        parts.append(table([_line(past) for past in shown]))
+        staged = any(isinstance(past, PastDecision) and past.told.route for past in shown)
+        parts.append(table([_line(past, staged=staged) for past in shown]))
     return "\n".join(parts)
 
 
-def _line(past: PastDecision | PastRefusal) -> Row:
+def _line(past: PastDecision | PastRefusal, *, staged: bool) -> Row:
+    """Return the row of the table for `past`; with the route and the endpoints of all stages if
+    `staged` is true.
+    """
     told = past.told
     line: Row = {
         "at": iso(past.at_s)[:23],
@@ -117,12 +121,19 @@ def _line(past: PastDecision | PastRefusal) -> Row:
         "model": told.model,
     }
     if isinstance(past, PastRefusal):
-        return line | {"endpoint": "", "blocks": "", "status": f"{past.told.status or ''}", "first": "",
-                       "why": past.told.reason}  # fmt: skip
+        stages = {"prefill": "", "encode": "", "route": ""} if staged else {}
+        return line | {"endpoint": "", **stages, "blocks": "", "status": f"{past.told.status or ''}",
+                       "first": "", "why": past.told.reason}  # fmt: skip
     end = past.end
     state = past.states.get(past.told.endpoint)
+    stages = {}
+    if staged:
+        at = {leg.stage: leg.endpoint for leg in past.told.earlier}
+        stages = {"prefill": at.get("prefill", ""), "encode": at.get("encode", "")}
+        stages["route"] = past.told.route
     return line | {
         "endpoint": past.told.endpoint + (f" ({state.state})" if state else ""),
+        **stages,
         "blocks": f"{past.told.matched_blocks}/{past.told.total_blocks}",
         "status": "" if end is None or end.status is None else f"{end.status}",
         "first": "" if end is None else end.first_output_s or end.response_headers_s or "",

@@ -225,7 +225,8 @@ def _legend(live: Live, columns: int) -> Iterable[Text]:
 
 
 def _decisions(live: Live, columns: int) -> Iterable[Text]:
-    scorers = list(live.configuration.weights)
+    # With several stages, the weights are named after stages. The scores are those of decode.
+    scorers = [name.removeprefix("decode ") for name in live.configuration.weights]
     names = columns - _DECISION_COLUMNS - (_REQUEST_COLUMNS if columns >= _WIDE_COLUMNS else 0)
     name_columns = max(8, names // 2)
     for one in live.decisions[:_DECISIONS_MAX]:
@@ -235,6 +236,9 @@ def _decisions(live: Live, columns: int) -> Iterable[Text]:
             line.append(f"refused {one.status} {printable(one.refused or '')}", "red")
         else:
             _choose(line, one, one.score, scorers, name_columns)
+            for stage, endpoint in (("prefill", one.prefill), ("encode", one.encode)):
+                if endpoint is not None:
+                    line.append(f"  {stage} {_tail(endpoint, name_columns)}", "dim")
         # `epp explain` needs the whole request id, so it is shown completely or not at all.
         name = f"  {printable(one.request_id)}"
         if line.cell_len + cell_len(name) <= columns:

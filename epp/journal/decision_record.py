@@ -49,8 +49,41 @@ _OPEN: Final = {
 _pack: Final = msgspec.msgpack.Encoder().encode
 
 
+class DecidedLeg(Struct, frozen=True, gc=False, array_like=True):
+    """The recorded data of the leg of a prefill or encode stage, without its request and lease."""
+
+    stage: str
+    """`prefill` or `encode`."""
+    endpoint: str
+    """Name of the endpoint that was chosen for the stage."""
+    address: str
+    """Address of the endpoint that was chosen for the stage."""
+    others: tuple[str, ...]
+    """Addresses of further endpoints that work on the stage."""
+    setting: int
+    """Number of the recorded scorers and weights by which the endpoint was chosen."""
+    matched_blocks: int
+    """Number of prompt blocks that the endpoint was estimated to have cached."""
+    eliminated: Mapping[str, int]
+    """Number of endpoints that each filter dropped, by name of the filter."""
+    candidates: int
+    """Number of endpoints that were scored for the stage."""
+    parts: list[float]
+    """Parts of the chosen endpoint's score, by scorer."""
+    prefill_tokens: float
+    """Tokens to prefill for this request, already included in `numbers`."""
+    numbers: tuple[float, ...]
+    """`NUMBERS` of the chosen endpoint; () if they are not recorded."""
+    runner_up: str = ""
+    """Name of the second-best endpoint for the stage, or "" if there was none."""
+    runner_up_scores: bytes = b""
+    """Scores of the runner-up without weights, as float64[scorers]."""
+
+
 class Decided(Struct, frozen=True, gc=False, array_like=True):
-    """The recorded data of a decision, without its request and lease."""
+    """The recorded data of a decision, without its request and lease. The endpoint is the one to
+    which the gateway sends the request.
+    """
 
     number: int
     setting: int
@@ -92,6 +125,16 @@ class Decided(Struct, frozen=True, gc=False, array_like=True):
     """Maximum number of cached blocks of any candidate, or 0 if irrelevant."""
     costs: tuple[Cost, ...] | None = None
     """Costs, as in `Leg`."""
+    route: str = ""
+    """Route of the request through its endpoints (`Route`), or "" if the configuration has one
+    stage.
+    """
+    uncached_tokens: int = 0
+    """Number of prompt tokens that the endpoint was estimated not to have cached, if there is a
+    route.
+    """
+    earlier: tuple[DecidedLeg, ...] = ()
+    """Legs of the prefill and encode stages, if other endpoints work on them."""
 
 
 class Refused(Struct, frozen=True, gc=False, array_like=True):

@@ -88,6 +88,9 @@ class Context:
             told=told,
             setting=self.settings.get(told.setting, NO_SETTING),
             states=self.states.get(told.states, {}),
+            leg_settings=tuple(
+                [self.settings.get(leg.setting, NO_SETTING) for leg in told.earlier]
+            ),
             end=end_of(record),
         )
 

@@ -24,12 +24,13 @@ from epp.core.journal.events import (
     Replaced,
     Rescheduled,
     Scheduled,
+    ScheduledLeg,
     Shape,
 )
 from epp.core.knowledge.candidates import NUMBERS
 from epp.core.prompt.blocks import HASH_BYTES
 from epp.core.types import Seconds
-from epp.journal.decision_record import Decided, Ended, Refused, Served
+from epp.journal.decision_record import Decided, DecidedLeg, Ended, Refused, Served
 from epp.journal.past import (
     NO_SETTING,
     OPEN_MAX,
@@ -123,13 +124,38 @@ class _Deriving:
             numbers=_UNKNOWN,
             members=0,
             states=0,
+            route=event.route,
+            uncached_tokens=event.uncached_tokens,
+            earlier=tuple(map(self._leg, event.earlier)),
         )
         past = PastDecision(
-            at_s=at_s, picker=self._picker, told=decided, setting=NO_SETTING, states={}
+            at_s=at_s,
+            picker=self._picker,
+            told=decided,
+            setting=NO_SETTING,
+            states={},
+            leg_settings=(NO_SETTING,) * len(event.earlier),
         )
         self.open[event.request] = _Open(event.at_s, past)
         if len(self.open) > OPEN_MAX:
             yield self.open.pop(next(iter(self.open))).decided
+
+    def _leg(self, leg: ScheduledLeg) -> DecidedLeg:
+        member = self._members.get(leg.slot, _NOWHERE)
+        others = [self._members.get(slot, _NOWHERE).address for slot in leg.others]
+        return DecidedLeg(
+            stage=leg.stage.value,
+            endpoint=member.name,
+            address=member.address,
+            others=tuple(others),
+            setting=0,
+            matched_blocks=leg.matched_blocks,
+            eliminated={},
+            candidates=0,
+            parts=[],
+            prefill_tokens=math.nan,
+            numbers=(),
+        )
 
     def _served(self, request: int, slot: int) -> Served:
         member = self._members.get(slot, _NOWHERE)

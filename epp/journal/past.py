@@ -37,6 +37,8 @@ class PastDecision(Struct, kw_only=True):
     setting: Setting
     states: States
     """States of endpoints that were not simply ready."""
+    leg_settings: tuple[Setting, ...] = ()
+    """Settings of the legs in `told.earlier`, in their order."""
     end: Ended | None = None
     served: Served | None = None
     """Endpoint that the gateway used instead, or None."""

@@ -228,6 +228,10 @@ class Gateway:
                 continue
             if request.first_token_at is None:
                 request.first_token_at = self._loop.now
+                if _several_endpoints(request):
+                    self._loop.after(
+                        self._settings.network_delay_s, self._response_started, request
+                    )
                 if self._settings.response_chunks:
                     self._loop.after(self._settings.network_delay_s, self._first_output, request)
             if engine.finished:
@@ -245,6 +249,10 @@ class Gateway:
         if request.fate is None and request.route is route:
             assert request.pod is not None
             self._pickers.reschedule(request, request.pod.endpoint)
+
+    def _response_started(self, request: SimulatedRequest) -> None:
+        if request.fate is None and request.route is not None:
+            self._pickers.response_started(request)
 
     def _first_output(self, request: SimulatedRequest) -> None:
         if request.fate is None and request.route is not None:
@@ -294,6 +302,12 @@ def _engine_request(request: SimulatedRequest, kind: PodKind) -> EngineRequest:
         adapter=arrival.adapter,
         parts=None if kind.cache is None else PromptParts(*hashes.engine_pieces(1)),
     )
+
+
+def _several_endpoints(request: SimulatedRequest) -> bool:
+    """Return whether the picker chose several endpoints for the stages of `request`."""
+    decision = None if request.route is None else request.route.decision
+    return decision is not None and bool(decision.earlier)
 
 
 def _unfit(kind: PodKind, arrival: Arrival, rank: int | None) -> Failure | None:

@@ -101,6 +101,13 @@ class Pickers:
         self.peering.touched(replica)
         return routed
 
+    def response_started(self, request: SimulatedRequest) -> None:
+        """Report the response headers of `request`, which several endpoints serve, to its picker."""
+        policy, route, replica = _routed(request)
+        policy.response_started(route, self._loop.now)
+        self.peering.touched(replica)
+        self._lines[replica].admit()
+
     def first_output(self, request: SimulatedRequest) -> None:
         """Report the first chunk of the answer to the picker that routed `request`."""
         policy, route, replica = _routed(request)

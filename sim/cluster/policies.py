@@ -24,6 +24,7 @@ from epp.core.decision.inputs import (
     PoolReplaced,
     Reconfigured,
     RequestEnded,
+    ResponseStarted,
     ScrapeFailed,
     ServedBy,
     Tick,
@@ -106,6 +107,10 @@ class Policy(Protocol):
         ...
 
     def route(self, request: InferenceRequest, now: Seconds) -> Route | Refusal: ...
+    def response_started(self, route: Route, now: Seconds) -> None:
+        """Report the response headers of a request that several endpoints serve."""
+        ...
+
     def first_output(self, route: Route, now: Seconds) -> None: ...
     def reschedule(self, route: Route, served: Endpoint, now: Seconds) -> None:
         """Report that the gateway used `served` instead. Only for policies that name several
@@ -169,6 +174,10 @@ class SchedulerPolicy:
         if isinstance(decision, Refusal):
             return decision
         return Route(decision.endpoint, decision.lease, decision)
+
+    def response_started(self, route: Route, now: Seconds) -> None:
+        assert route.lease is not None
+        self.scheduler.take(ResponseStarted(route.lease), now)
 
     def first_output(self, route: Route, now: Seconds) -> None:
         assert route.lease is not None
@@ -251,6 +260,9 @@ class Baseline:
         self.inflight[chosen] += 1
         self.open_requests += 1
         return Route(self.endpoints[chosen])
+
+    def response_started(self, route: Route, now: Seconds) -> None:
+        raise AssertionError("a baseline chooses one endpoint for each request")
 
     def first_output(self, route: Route, now: Seconds) -> None:
         """Do nothing, because a baseline counts only whole requests."""

@@ -587,6 +587,7 @@ class Scheduler:
         if lease.slot < 0 or slot == lease.slot:
             return NO_EFFECTS
         self.outliers.left(lease)
+        left_out = self._left_out_by(lease)
         if self.ledger.is_live(lease):
             self.accuracy.withdrawn(lease.slot, lease.expected, lease.opened_at_s)
             self.indexes.undo(lease, lease.slot, now, tuple(lease.recorded))
@@ -604,14 +605,24 @@ class Scheduler:
                 lease.expected, predicted_tokens=cached, indexes=NO_INDEXES
             )
         # The endpoint that serves received the same headers, so prefill and encode stay elsewhere.
-        elsewhere = {one.stage for one in lease.earlier}
-        uncached = 0.0 if Stage.PREFILL in elsewhere else float(request.prompt_tokens - cached)
+        prefills = lease.stage is not Stage.ENCODE and not any(
+            one.stage is Stage.PREFILL for one in lease.earlier
+        )
+        uncached = float(request.prompt_tokens - cached) if prefills else 0.0
         self.ledger.move(lease, slot, uncached, now)
-        left_out = self._not_recorded[Stage.DECODE, Stage.ENCODE in elsewhere]
         self._count_sent(lease, now, left_out)
         if self.sent is not None:
             self.sent.append(Sent(request, slot, now, left_out))
         return Effects(moved=True)
+
+    def _left_out_by(self, lease: Lease) -> tuple[str, ...]:
+        """Return the names of the indexes that do not record the request of `lease`, because
+        another endpoint works on the stage that they are for.
+        """
+        if lease.stage is Stage.DECODE:
+            encodes = any(one.stage is Stage.ENCODE for one in lease.earlier)
+            return self._not_recorded[Stage.DECODE, encodes]
+        return tuple(name for name in self.indexes if name not in lease.recorded)
 
     def _end_prefill(self, given: ResponseStarted | OutputStarted, now: Seconds) -> None:
         """Close the earlier leases of a request, because its answer has begun."""

@@ -26,6 +26,7 @@ from epp.core.types import (
     EndpointMetrics,
     MetricsTarget,
     Seconds,
+    Stage,
 )
 
 JOURNAL_FORMAT: Final = "homing-journal"
@@ -159,6 +160,18 @@ class Shape(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Number of prompt tokens by the token ids, if it differs from `prompt_tokens`; 0 if unknown."""
 
 
+class ScheduledLeg(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """The endpoint that was chosen for the prefill or encode stage of a request."""
+
+    stage: Stage
+    slot: int
+    """Slot of the endpoint."""
+    matched_blocks: int = 0
+    """Number of blocks that the endpoint was estimated to have cached."""
+    others: tuple[int, ...] = ()
+    """Slots of further endpoints that work on the stage."""
+
+
 class Scheduled(_Event, frozen=True, kw_only=True):
     """A request and the decision about it."""
 
@@ -180,6 +193,16 @@ class Scheduled(_Event, frozen=True, kw_only=True):
     replicas_unheard: int = 0
     shape: Shape | None = None
     """The request, or None if it is missing."""
+    route: str = ""
+    """Route of the request (`Route`), or "" if the configuration has one stage or if the request was
+    refused.
+    """
+    uncached_tokens: int = 0
+    """Number of prompt tokens that the endpoint was estimated not to have cached, if there is a
+    route.
+    """
+    earlier: tuple[ScheduledLeg, ...] = ()
+    """Legs of the prefill and encode stages, if other endpoints work on them."""
 
 
 class Reported(_Event, frozen=True, kw_only=True):

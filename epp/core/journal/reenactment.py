@@ -76,7 +76,9 @@ class Difference(StrEnum):
 
 
 class Compared(Struct, frozen=True, kw_only=True):
-    """One decision that differs. Endpoints are given by name, a refusal by its reason."""
+    """One decision that differs. Endpoints are given by name, a refusal by its reason. If several
+    endpoints work on the request, that of the decode stage is first.
+    """
 
     request: int
     live: str
@@ -269,8 +271,12 @@ class Reenactment:
             same = decision.reason.value == event.refused
             again = decision.reason.value
         else:
-            same = live is not None and decision.endpoint.endpoint_id == live.endpoint_id
-            again = decision.endpoint.name
+            same = (
+                live is not None
+                and decision.endpoint.endpoint_id == live.endpoint_id
+                and self._same_legs(event, decision)
+            )
+            again = _places(decision.endpoint, *(leg.endpoint for leg in decision.earlier))
         difference = None
         if same:
             result.same += 1
@@ -278,15 +284,36 @@ class Reenactment:
             difference = self._difference(event, decision)
             result.differences[difference] = result.differences.get(difference, 0) + 1
             if len(result.first) < DIFFERENCES_SHOWN_MAX:
-                told = event.refused if live is None else live.name
+                told = event.refused if live is None else self._live_places(live, event)
                 result.first.append(
                     Compared(request=event.request, live=told, again=again, difference=difference)
                 )
         if isinstance(decision, Decision):
             if not same:
-                scheduler.take(ServedBy(decision.lease, self._address(event.slot)), event.at_s)
+                self._move(scheduler, event, decision)
             self._leases[event.request] = decision.lease
         return difference
+
+    def _same_legs(self, event: Scheduled, decision: Decision) -> bool:
+        """Return whether the same endpoints were chosen for the stages before decode."""
+        again = {leg.stage: leg.endpoint.address for leg in decision.earlier}
+        return again == {leg.stage: self._address(leg.slot) for leg in event.earlier}
+
+    def _live_places(self, live: Endpoint, event: Scheduled) -> str:
+        earlier = (self._endpoints.get(leg.slot) for leg in event.earlier)
+        return _places(live, *(one for one in earlier if one is not None))
+
+    def _move(self, scheduler: Scheduler, event: Scheduled, decision: Decision) -> None:
+        """Move each leg of `decision` to the endpoint of the live decision.
+
+        A leg without counterpart in the live decision is closed. A leg of the live decision without
+        counterpart is left out.
+        """
+        live = {leg.stage: leg.slot for leg in event.earlier}
+        scheduler.take(ServedBy(decision.lease, self._address(event.slot)), event.at_s)
+        for leg in decision.earlier:
+            address = self._address(live.get(leg.stage, -1))
+            scheduler.take(ServedBy(leg.lease, address), event.at_s)
 
     def _difference(self, event: Scheduled, decision: Decision | Refusal) -> Difference:
         if isinstance(decision, Refusal) or event.refused or decision.leg.ready != event.ready:
@@ -333,6 +360,11 @@ class Reenactment:
     def _address(self, slot: int) -> str:
         endpoint = self._endpoints.get(slot)
         return _NOWHERE if endpoint is None else endpoint.address
+
+
+def _places(decode: Endpoint, *earlier: Endpoint) -> str:
+    """Return the names of the endpoints of a request, that of the decode stage first."""
+    return ", ".join([decode.name, *(endpoint.name for endpoint in earlier)])
 
 
 def _items(media: bytes) -> tuple[bytes, ...]:

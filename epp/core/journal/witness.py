@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import xxhash
 
+from epp.core.decision.account import Leg
 from epp.core.decision.inputs import (
     BlocksChanged,
     Effects,
@@ -44,6 +45,7 @@ from epp.core.journal.events import (
     Rescheduled,
     Responding,
     Scheduled,
+    ScheduledLeg,
     Seen,
     Streamed,
     Unanswered,
@@ -261,10 +263,22 @@ class CaptureWitness:
             stream=request.stream,
             subset=subset,
             replicas_unheard=self._scheduler.replicas_unheard,
+            route="" if account is None or account.route is None else account.route.value,
+            uncached_tokens=0 if account is None else account.uncached_tokens,
+            earlier=() if account is None else tuple(map(self._leg, account.legs[1:])),
         )
         if leg is not None:
             self._numbers[leg.lease] = number
         return Decided(event, asked)
+
+    def _leg(self, leg: Leg) -> ScheduledLeg:
+        slots = map(self._scheduler.pool.slot_of, leg.fallbacks)
+        return ScheduledLeg(
+            stage=leg.stage,
+            slot=leg.lease.slot,
+            matched_blocks=leg.matched_blocks,
+            others=tuple([slot for slot in slots if slot is not None]),
+        )
 
 
 def _ignored(_: object) -> None:

@@ -494,8 +494,10 @@ class InflightLedger:
         """Move the share of load to the endpoint that serves the request; earlier leases stay."""
         if self.is_live(lease):
             self._release_prefill(lease, now, computed=False)
-            self._uncount(lease)
+            if lease.counted:
+                self._uncount(lease)
             self._leave_queue(lease)
+        lease.counted = True
         lease.slot = slot
         lease.opened_at_s = now
         lease.first_output_at_s = None

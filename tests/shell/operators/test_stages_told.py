@@ -1,18 +1,31 @@
 """Operators see the route of a request and the endpoint of each stage."""
 
+import asyncio
+import io
+
+import msgspec
 import structlog
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
+from epp.commands.decisions import _text
 from epp.core.decision.inputs import ResponseStarted
+from epp.core.decision.stages import Always, Stages
 from epp.core.journal.events import Responding
 from epp.core.journal.witness import CaptureWitness, Sample
 from epp.core.protocol.session import Exchange
+from epp.journal.decision_record import PACKED_FROM, Decided, unpack_decided
+from epp.journal.past import NO_SETTING, PastDecision
+from epp.plugins.filters import PrefillRole
+from epp.plugins.scorers import ActiveRequests
+from epp.shell.operators.decisions.decision_sums import Stretch
+from epp.shell.operators.decisions.explanation import explanation
+from epp.shell.operators.decisions.recent_decisions import RecentDecisions, Wanted
 from epp.shell.operators.logs.decision_log import DecisionLog
 from epp.shell.operators.metrics.telemetry import Telemetry
 from epp.shell.operators.observation import Observation
 from epp.shell.operators.traces.tracing import _destination
-from tests.core.decision.staged import chat, pool_of
+from tests.core.decision.staged import BOTH, DECODE, chat, pool_of, profile
 
 
 def exchange_of(decision):
@@ -73,3 +86,115 @@ def test_the_end_of_a_prefill_is_captured():
 
 def raise_again(error):
     raise error
+
+
+class Recorded:
+    """Recent decisions of a pool with a prefill and a decode endpoint."""
+
+    def __init__(self, roles=("prefill", "decode"), stages=BOTH):
+        self.scheduler = pool_of(list(roles), stages)
+        self.recent = RecentDecisions(self.scheduler.pool)
+        self.recent.configured(1, self.scheduler.settings)
+
+    def decide(self, tokens=512, **fields):
+        decision = self.scheduler.schedule(chat(tokens, **fields), 0.1)
+        self.recent.decided(decision)
+        return decision
+
+    def rows(self, wanted=Wanted(), why_not=""):  # noqa: B008  it is immutable
+        return asyncio.run(self.recent.rows(9, wanted, why_not))
+
+
+def test_a_row_has_the_route_and_the_endpoint_of_each_stage():
+    recorded = Recorded()
+    recorded.decide()
+    (row,) = recorded.rows()
+    assert (row["endpoint"], row["route"], row["uncached_tokens"]) == (
+        "pod-1",
+        "prefill-decode",
+        512,
+    )
+    assert row["prefill"]["endpoint"] == "pod-0"
+    assert row["prefill"]["eliminated"] == {"prefill-filter": 1}
+    assert row["prefill"]["score"]["parts"] == {"prefix-cache-scorer": 0.0}
+    assert row["prefill"]["known"]["inflight_requests"] == 0
+    assert "encode" not in row
+
+
+def test_a_row_without_stages_has_no_route():
+    recorded = Recorded(roles=("decode",), stages=Stages(decode=DECODE))
+    recorded.decide()
+    (row,) = recorded.rows()
+    assert not {"route", "uncached_tokens", "prefill", "encode"} & row.keys()
+
+
+def test_each_stage_is_shown_with_the_names_of_its_own_scorers():
+    """Also if profiles alternate: their settings are recorded once each."""
+    prefill = profile("prefill", PrefillRole(), scorers=[ActiveRequests()])
+    recorded = Recorded(
+        roles=("prefill", "prefill", "decode"),
+        stages=Stages(decode=DECODE, prefill=prefill, prefill_if=Always()),
+    )
+    for _ in range(100):
+        recorded.decide()
+    row, *_ = recorded.rows()
+    assert list(row["score"]["parts"]) == ["prefix-cache-scorer"]
+    assert list(row["prefill"]["score"]["parts"]) == ["active-request-scorer"]
+    assert row["prefill"]["runner_up"]["endpoint"] != row["prefill"]["endpoint"]
+    assert len(recorded.recent._context.settings) == 2
+
+
+def test_a_decision_is_explained_with_both_endpoints():
+    recorded = Recorded()
+    recorded.decide()
+    (row,) = recorded.rows()
+    lines = explanation(row).splitlines()
+    assert "  routed to pod-1 at 10.0.0.1:8000" in lines
+    assert "  route prefill-decode: 512 of 512 prompt tokens were not cached at pod-1" in lines
+    assert "  prefill at pod-0 at 10.0.0.0:8000" in lines
+    assert any(line.startswith("  pod-0 at that time: 0 waiting") for line in lines)
+
+
+def test_a_prefill_endpoint_is_found_and_was_chosen():
+    recorded = Recorded()
+    recorded.decide()
+    (row,) = recorded.rows(Wanted(endpoint="pod-0"), "pod-0")
+    assert row["why_not"] == {"endpoint": "pod-0", "verdict": "chosen", "stage": "prefill"}
+    assert "why not pod-0: it was chosen for stage prefill" in explanation(row)
+
+
+def test_a_record_without_stages_of_an_earlier_version_is_read():
+    """The fields for stages are the last ones of a record, and have defaults."""
+    decided = Decided(
+        *(1, 1, "r", "m", 0, 512, None, "pod-1", "10.0.0.1:8000", (), 0, 8, 64, 2, {}, 1, [0.0]),
+        *(512.0, (), 0, 0),
+    )
+    packed = msgspec.msgpack.encode(decided)
+    fields = msgspec.msgpack.decode(packed)
+    new = {"route", "uncached_tokens", "earlier"}
+    assert set(Decided.__struct_fields__[-3:]) == new
+    assert unpack_decided(msgspec.msgpack.encode(fields[:-3])) == decided
+
+
+def test_recorded_decisions_are_listed_with_both_endpoints(tmp_path):
+    recorded = Recorded()
+    decision = recorded.decide(request_id="r-1")
+    told = io.StringIO()
+    past = PastDecision(
+        at_s=1.0,
+        picker="",
+        told=asyncio.run(told_of(recorded)),
+        setting=NO_SETTING,
+        states={},
+        leg_settings=(NO_SETTING,),
+    )
+    told.write(_text(Stretch(0.0, 2.0), [past], 0))
+    head, line = told.getvalue().splitlines()[-2:]
+    assert head.split()[3:] == ["endpoint", "prefill", "encode", "route", "blocks", "status",
+                                "first", "why"]  # fmt: skip
+    assert line.split()[1:] == ["r-1", decision.endpoint.name, "pod-0", "prefill-decode", "0/8"]
+
+
+async def told_of(recorded):
+    async for record in recorded.recent._newest_first():
+        return unpack_decided(record[PACKED_FROM:])

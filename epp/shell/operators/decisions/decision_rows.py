@@ -17,7 +17,14 @@ from epp.core.knowledge.rebuilt import numbers_before
 from epp.core.moment import Moment
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Endpoint, Seconds
-from epp.journal.decision_record import Decided, Ended, Scores, Served, predicted_at
+from epp.journal.decision_record import (
+    Decided,
+    DecidedLeg,
+    Ended,
+    Scores,
+    Served,
+    predicted_at,
+)
 from epp.journal.past import PastDecision, PastRefusal, Setting
 from epp.journal.records import READY, States
 from epp.shell.operators.decisions.endpoint_states import OUTLYING
@@ -112,9 +119,49 @@ def _decided_row(past: PastDecision, now_s: float, why_not: str, remembered: Rem
     }
     if told.shadow is not None:
         row["shadow"] = told.shadow
+    if told.route:
+        row |= {"route": told.route, "uncached_tokens": told.uncached_tokens}
+        row |= {
+            leg.stage: _leg_row(leg, setting, past)
+            for leg, setting in zip(told.earlier, past.leg_settings, strict=True)
+        }
     if why_not:
         row["why_not"] = _why_not(why_not, past, remembered, row, ranked)
     return row
+
+
+def _leg_row(leg: DecidedLeg, setting: Setting, past: PastDecision) -> Row:
+    """Return the row of the leg of a prefill or encode stage."""
+    told, states = past.told, past.states
+    names = _names(setting, len(leg.parts))
+    other_parts = weighted(leg.runner_up_scores, setting)
+    chosen = _score(leg.endpoint, leg.parts, names, states)
+    runner_up = _score(leg.runner_up, other_parts, names, states) if other_parts else None
+    numbers = (
+        numbers_before(
+            leg.numbers,
+            prompt_tokens=told.prompt_tokens,
+            prefill_tokens=leg.prefill_tokens,
+            matched_blocks=leg.matched_blocks,
+        )
+        if leg.numbers
+        else ()
+    )
+    return {
+        "endpoint": leg.endpoint,
+        "address": leg.address,
+        "others": list(leg.others),
+        "matched_blocks": leg.matched_blocks,
+        "total_blocks": told.total_blocks,
+        "ready": told.ready,
+        "eliminated": dict(leg.eliminated),
+        "candidates": leg.candidates,
+        "score": chosen,
+        "runner_up": runner_up,
+        "decided_by": list(decided_by(names, leg.parts, other_parts)) if runner_up else [],
+        "by_blocks": list(setting.by_blocks),
+        "known": _numbers(numbers) if numbers else None,
+    }
 
 
 def _why_not(
@@ -124,6 +171,9 @@ def _why_not(
     told, runner_up = past.told, row["runner_up"]
     if is_called(asked, told.endpoint, told.address):
         return {"endpoint": told.endpoint, "verdict": "chosen"}
+    for leg in told.earlier:
+        if is_called(asked, leg.endpoint, leg.address):
+            return {"endpoint": leg.endpoint, "verdict": "chosen", "stage": leg.stage}
     named = (runner_up["endpoint"] if runner_up else "", *past.states)
     slot, name = _member(asked, remembered, named)
     if not name:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
 from epp.core.decision.shadow import AGREED, DIFFERED
+from epp.core.types import Stage
 from epp.journal.records import READY
 from epp.shell.printable import printable
 
@@ -41,8 +42,16 @@ def _decision(row: _Row) -> list[str]:
     lines = [
         f"{_request(row)}, {row['at']}, {row['age_s']:g} s ago, decision {row['number']}{by}",
         f"routed to {row['endpoint']} at {row['address']}",
-        _verdict(row),
     ]
+    if "route" in row:
+        lines.append(
+            f"route {row['route']}: {row['uncached_tokens']} of {row['prompt_tokens']} prompt "
+            f"tokens were not cached at {row['endpoint']}"
+        )
+    lines.append(_verdict(row))
+    for stage in (Stage.PREFILL, Stage.ENCODE):
+        if stage in row:
+            lines += _stage(stage, row[stage])
     if "why_not" in row:
         lines.append(_why_not(row, row["why_not"]))
     lines += [_cost(row, cost) for cost in row.get("costs", ())]
@@ -56,6 +65,20 @@ def _decision(row: _Row) -> list[str]:
     if row.get("expected_first_token_s") is not None:
         lines.append(_first_token(row))
     lines.append(_ended(row))
+    return lines
+
+
+def _stage(stage: Stage, row: _Row) -> list[str]:
+    """Return the lines for the endpoint of a stage before decode."""
+    others = f" and {', '.join(row['others'])}" if row["others"] else ""
+    lines = [
+        f"{stage} at {row['endpoint']} at {row['address']}{others}",
+        f"{stage}: {_verdict(row)}",
+        f"{stage}: {row['candidates']} of {row['ready']} ready endpoints were scored"
+        + (f"; dropped: {_dropped(row)}" if row["eliminated"] else ""),
+    ]
+    if row["known"]:
+        lines.append(_known(row["endpoint"], row["known"]))
     return lines
 
 
@@ -90,7 +113,7 @@ def _why_not(row: _Row, why: _Row) -> str:
         return f"why not {why['endpoint']}: {_behind(row, why)}"
     against = why.get("state", READY) != READY
     told = {
-        "chosen": "it was chosen",
+        "chosen": f"it was chosen for stage {why['stage']}" if "stage" in why else "it was chosen",
         "absent": "it was not in the pool then",
         "dropped": f"{why.get('by')} dropped it",
         "outside the subset": "it was ready, and not in the subset that the gateway allows",

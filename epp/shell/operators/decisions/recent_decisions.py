@@ -31,6 +31,7 @@ from epp.journal.decision_record import (
     REFUSED,
     SERVED,
     Decided,
+    DecidedLeg,
     Ended,
     Refused,
     Scores,
@@ -94,6 +95,8 @@ _FOUND_PER_TURN: Final = 8
 """Number of rows created between two turns of the event loop."""
 _ROWS_PER_TURN: Final = 500
 """Number of records examined between two turns of the event loop, in well below 1 ms."""
+_PROFILES_MAX: Final = 8
+"""Maximum number of profiles whose settings have a known number; more than a configuration has."""
 _Known = TypeVar("_Known")
 _BY_BLOCKS: Final = "prefix-cache-scorer"
 """Type of the scorer whose part is the share of matched blocks."""
@@ -134,7 +137,9 @@ class Wanted(Struct, frozen=True, kw_only=True):
 
     request_id: str = ""
     endpoint: str = ""
-    """Name with or without namespace, or address of an endpoint."""
+    """Name with or without namespace, or address of an endpoint that works on any stage of the
+    request.
+    """
     model: str = ""
     refused: str = ""
     """"true", "false" or a reason of refusal."""
@@ -151,7 +156,8 @@ class Wanted(Struct, frozen=True, kw_only=True):
             return False
         if isinstance(told, Refused):
             return not self.endpoint and self.refused in {"", "true", told.reason}
-        called = is_called(self.endpoint, told.endpoint, told.address)
+        places: list[Decided | DecidedLeg] = [told, *told.earlier]
+        called = any(is_called(self.endpoint, one.endpoint, one.address) for one in places)
         return self.refused in {"", "false"} and (not self.endpoint or called)
 
 
@@ -218,8 +224,12 @@ class RecentDecisions:
         self._slot_bytes = b""
         self._context = Context()
         self._setting = 0
+        self._settings_told = 0
+        """Number of the newest setting."""
         self._weights: object = None
-        """Weights of the newest setting, compared by identity."""
+        """Weights of the last decision, compared by identity; `_setting` is their number."""
+        self._numbered: dict[int, tuple[object, int]] = {}
+        """Weights of each profile and the number of their setting, by identity of the weights."""
         self._configured: tuple[int, SchedulerSettings | None] = (0, None)
         self._states_told = 0
         self._open: dict[int, int] = {}
@@ -239,6 +249,7 @@ class RecentDecisions:
         """Use `settings` of document `generation` for later decisions."""
         self._configured = (generation, settings)
         self._weights = None
+        self._numbered.clear()
 
     def know_states(self, states: States) -> None:
         """Set the states of all endpoints that are not simply ready."""
@@ -256,7 +267,7 @@ class RecentDecisions:
         request, candidates, scored = account.request, leg.candidates, leg.scored
         slot = candidates.slot
         if scored.weights is not self._weights:
-            self._remember_setting(leg)
+            self._weights, self._setting = scored.weights, self._setting_of(leg)
         # These three values are rarely needed again, so `leg` does not cache them.
         second = runner_up_of(scored, leg.picked)
         numbers = candidates.numbers_of(leg.picked)
@@ -291,12 +302,36 @@ class RecentDecisions:
             answer_tokens=request.moment.answer_tokens,
             matched_most=candidates.matched_most() if waits else 0,
             costs=leg.costs,
+            route="" if account.route is None else account.route.value,
+            uncached_tokens=account.uncached_tokens,
+            earlier=tuple([self._told_leg(one) for one in decision.earlier])
+            if decision.earlier
+            else (),
         )
         self._wait(
             _Deciding(
                 *(self._clock(), kept, leg.picked, slot, scored.scores),
                 *(leg.dropped, account.shadow),
             )
+        )
+
+    def _told_leg(self, leg: Leg) -> DecidedLeg:
+        """Return the record of the leg of a prefill or encode stage."""
+        second = leg.runner_up
+        return DecidedLeg(
+            leg.stage.value,
+            leg.endpoint.name,
+            leg.endpoint.address,
+            tuple([other.address for other in leg.fallbacks]),
+            self._setting_of(leg),
+            leg.matched_blocks,
+            leg.eliminated,
+            len(leg.candidates),
+            leg.parts,
+            leg.lease.prefill_tokens,
+            leg.candidates.numbers_of(leg.picked),
+            "" if second is None else leg.candidates.name_of(second),
+            b"" if second is None else leg.scored.scores[:, second].tobytes(),
         )
 
     def refused(
@@ -501,28 +536,44 @@ class RecentDecisions:
         members = tuple(self._pool.columns.endpoints)
         _remember(self._memberships, self._generation, members, _MEMBERSHIPS_MAX)
 
-    def _remember_setting(self, leg: Leg) -> None:
-        self._weights = leg.scored.weights
+    def _setting_of(self, leg: Leg) -> int:
+        """Return the number of the scorers and weights that chose `leg`, and record new ones."""
+        weights = leg.scored.weights
+        known = self._numbered.get(id(weights))
+        if known is not None:
+            return known[1]
+        self._settings_told += 1
+        # The entry keeps the weights, so that their identity is not reused.
+        _remember(self._numbered, id(weights), (weights, self._settings_told), _PROFILES_MAX)
+        self._remember_setting(leg, self._settings_told)
+        return self._settings_told
+
+    def _remember_setting(self, leg: Leg, number: int) -> None:
         generation, settings = self._configured
-        scorers = settings.profile.scorers if settings else ()
-        self._setting += 1
+        profiles = settings.stages.profiles() if settings else ()
+        plugins = {one.name: one.plugin for _, profile in profiles for one in profile.scorers}
+        scorers = [plugins.get(name) for name in leg.scorers]
         told = Setting(
             generation,
             leg.scorers,
             tuple(leg.scored.weights.tolist()),
-            tuple(scorer.name for scorer in scorers if scorer.plugin.type_name == _BY_BLOCKS),
+            tuple(
+                name
+                for name, scorer in zip(leg.scorers, scorers, strict=True)
+                if scorer is not None and scorer.type_name == _BY_BLOCKS
+            ),
             leg.tellers,
         )
-        _remember(self._context.settings, self._setting, told, SETTINGS_MAX)
+        _remember(self._context.settings, number, told, SETTINGS_MAX)
         if self._history is not None:
             setting = ToldSetting(
-                number=self._setting,
+                number=number,
                 generation=generation,
                 scorers=told.scorers,
                 weights=told.weights,
                 by_blocks=told.by_blocks,
                 costs=tuple(
-                    told_plugin(scorer.plugin.type_name, scorer.plugin) if teller else None
+                    told_plugin(scorer.type_name, scorer) if scorer and teller else None
                     for scorer, teller in zip(scorers, leg.tellers, strict=False)
                 ),
             )

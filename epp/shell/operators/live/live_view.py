@@ -120,6 +120,12 @@ class LiveDecision(Struct, frozen=True, kw_only=True):
     total_blocks: int = 0
     served_by: str | None = None
     """Endpoint that the gateway used instead, or None."""
+    route: str | None = None
+    """Route of the request through its endpoints, or None if the configuration has one stage."""
+    prefill: str | None = None
+    """Name of the endpoint that prefills, or None if the endpoint in `score` does it."""
+    encode: str | None = None
+    """Name of the endpoint that encodes media, or None if the endpoint that prefills does it."""
 
 
 class Live(Struct, frozen=True, kw_only=True):
@@ -289,6 +295,9 @@ def _decision(row: Row) -> LiveDecision:
         matched_blocks=row["matched_blocks"],
         total_blocks=row["total_blocks"],
         served_by=outcome.get("served_by"),
+        route=row.get("route"),
+        prefill=row["prefill"]["endpoint"] if "prefill" in row else None,
+        encode=row["encode"]["endpoint"] if "encode" in row else None,
     )
 
 

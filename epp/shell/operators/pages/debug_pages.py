@@ -17,7 +17,7 @@ from epp.configuration.describing import config_hash, describe
 from epp.configuration.explaining import explain
 from epp.core.decision.scheduler import Scheduler
 from epp.core.knowledge.index import IndexStanding
-from epp.core.types import Endpoint, RefusalReason, Seconds
+from epp.core.types import Endpoint, RefusalReason, Seconds, Stage
 from epp.journal.decision_record import TEXT_CHARACTERS_MAX
 from epp.journal.records import READY
 from epp.shell.engines.endpoint_pages import PagesRow
@@ -145,7 +145,9 @@ class DebugPages:
         rows = await self._recent.rows(count, wanted)
         if _wants_json(request):
             return await _json_rows("decisions", rows)
-        return web.Response(text=await table_in_turns(map(_flat, rows)))
+        staged = any("route" in row for row in rows)
+        flat = (_flat(row, staged=staged) for row in rows)
+        return web.Response(text=await table_in_turns(flat))
 
     async def _explain_page(self, request: web.Request) -> web.Response:
         query = request.query
@@ -251,9 +253,16 @@ def _question(request: web.Request) -> tuple[int, Wanted]:
     )
 
 
-def _flat(row: Row) -> Row:
-    """Return the row of a decision or refusal for the table, with fixed columns."""
+def _flat(row: Row, *, staged: bool) -> Row:
+    """Return the row of a decision or refusal for the table, with the same columns for all rows.
+
+    The route and the endpoints of the prefill and encode stages are columns if `staged` is true.
+    """
     flat = {name: row.get(name) for name in _COLUMNS}
+    if staged:
+        flat["route"] = row.get("route")
+        for stage in (Stage.PREFILL.value, Stage.ENCODE.value):
+            flat[stage] = row[stage]["endpoint"] if stage in row else None
     flat["eliminated"] = ", ".join(f"{count} by {by}" for by, count in row["eliminated"].items())
     if "scores" in row:
         flat["matched"] = f"{row['matched_blocks']}/{row['total_blocks']}"

@@ -4,7 +4,6 @@ import pytest
 from msgspec.structs import replace
 
 from epp.core.decision.inputs import RequestEnded, ResponseStarted
-from epp.core.decision.scheduler import Decision
 from epp.core.journal.events import Scheduled, ScheduledLeg
 from epp.core.journal.reenactment import Difference, Reenactment
 from epp.core.knowledge.inflight import Outcome
@@ -46,10 +45,13 @@ class StagedLive(Live):
         return super().endpoint(number, **({"labels": {ROLE: role}} | fields))
 
     def ask(self, **fields):
-        decision = super().ask(**({"api": ApiKind.CHAT} | fields))
-        if isinstance(decision, Decision) and self.random.random() < 0.5:
-            self.scheduler.take(ResponseStarted(decision.lease), self.now)
-        return decision
+        return super().ask(**({"api": ApiKind.CHAT} | fields))
+
+    def end(self):
+        """End a request; the headers of half of the others have come before."""
+        if self.open and self.random.random() < 0.5:
+            self.scheduler.take(ResponseStarted(self.random.choice(self.open)), self.now)
+        super().end()
 
 
 def done_again(live, of=settings_of):

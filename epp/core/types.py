@@ -34,8 +34,8 @@ class Stage(StrEnum):
     """A part of the work on a request, for which an endpoint is chosen."""
 
     DECODE = "decode"
-    """Generation of the answer, with every part that has no endpoint of its own. The gateway sends
-    the request to its endpoint.
+    """Generation of the answer, and every other stage without an endpoint of its own. The gateway
+    sends the request to the endpoint of this stage.
     """
     PREFILL = "prefill"
     """Computation of the prompt's KV cache."""

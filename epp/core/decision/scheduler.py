@@ -153,7 +153,7 @@ class Scheduler:
         self.rank_choices: dict[RankChoice, int] = {}
         """Outcomes for requests at endpoints with several ranks; empty if no plugin selects ranks."""
         self.may_hold = False
-        """True if any plugin can delay requests."""
+        """True if any plugin of a profile can delay requests."""
         self.shadow_totals = ShadowTotals()
         self.shadow_failures = PluginFailures()
         self.keeps_costs = False

@@ -17,12 +17,15 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Refusal, RefusalReason, Stage
 
 StageChoice: TypeAlias = Callable[[Stage, int], Choice | Refusal]
-"""Return the choice of a stage, given the slot of the peer or -1."""
+"""Function that returns the choice of an endpoint for a stage. Its arguments are the stage and the
+slot of the peer, or -1 if there is no peer.
+"""
 
-_NOBODY: Final = {
+_NO_ENDPOINTS: Final = {
     Stage.PREFILL: RefusalReason.NO_PREFILL_ENDPOINTS,
     Stage.ENCODE: RefusalReason.NO_ENCODE_ENDPOINTS,
 }
+"""Reason of a refusal by the stage that has no endpoint."""
 
 
 class StagedChoice(Struct, frozen=True):
@@ -109,7 +112,9 @@ def _encode(
 
 
 def _without_detours(chosen: StagedChoice) -> StagedChoice:
-    """Leave out a stage whose endpoint would be asked by itself to do what it does anyway."""
+    """Return `chosen` without each stage whose endpoint also works on the stage after it, because
+    that endpoint needs no header to do both.
+    """
     if chosen.prefill is not None and chosen.prefill.slot == chosen.decode.slot:
         chosen = structs.replace(chosen, prefill=None)
     computing = chosen.prefill or chosen.decode
@@ -122,6 +127,6 @@ def _named(stage: Stage, refusal: Refusal) -> Refusal:
     """Return `refusal` with the stage that has no endpoint."""
     reason = refusal.reason
     if reason is RefusalReason.NO_ENDPOINTS:
-        reason = _NOBODY.get(stage, reason)
+        reason = _NO_ENDPOINTS.get(stage, reason)
     message = f"the request cannot be served in stage {stage}: {refusal.message}"
     return structs.replace(refusal, reason=reason, message=message, stage=stage)

@@ -3,7 +3,7 @@
 A request always has a decode stage, whose endpoint the gateway sends it to. A pool can serve the
 other two elsewhere: one endpoint encodes the media of the prompt, and one computes its KV cache
 (prefill). A rule is a pure value. It sees the request and the number of prompt tokens that the
-decode endpoint has cached; it sees no clock, no candidates and no dice.
+decode endpoint has cached; it sees no clock, no candidates and no random numbers.
 
 Source of the orders, of the rules and of their edge cases: llm-d/llm-d-router,
 `scheduling/profilehandler/disagg`.
@@ -24,7 +24,8 @@ ROTATION_FACTORS: Final = {
     Stage.PREFILL: round((1 + 5**0.5) / 2 * 2**ROTATION_SHIFT),
     Stage.ENCODE: round(2**0.5 * 2**ROTATION_SHIFT),
 }
-"""Factors of the decision's number, in units of 2**-32, from which each stage but decode rotates.
+"""Factor by stage, in units of 2**-32. The number of a decision is multiplied by it to break ties in
+that stage; the decode stage uses the number itself.
 
 The golden ratio and the square root of 2 are irrational and independent. Ties in two stages are
 therefore combined in all ways equally often (Weyl's equidistribution theorem). The same rotation
@@ -39,7 +40,7 @@ _PREFILL_PATHS: Final = (
     "/v1/responses",
     "/inference/v1/generate",
 )
-"""Ends of the paths on which the sidecar of a decode endpoint obeys the header."""
+"""Ends of the URL paths on which the sidecar of a decode endpoint obeys `x-prefiller-host-port`."""
 _ENCODE_APIS: Final = frozenset({ApiKind.CHAT})
 _PREFILL_APIS: Final = frozenset(
     {ApiKind.CHAT, ApiKind.COMPLETIONS, ApiKind.MESSAGES, ApiKind.RESPONSES, ApiKind.TOKENS}
@@ -57,29 +58,30 @@ class PrefillEnd(StrEnum):
     """The event that shows the end of the prefill and encode stages."""
 
     HEADERS = "headers"
-    """The response headers, because the sidecar starts decoding after the prefill."""
+    """The arrival of the response headers. Use it if the sidecar starts decode after prefill."""
     OUTPUT = "output"
-    """The first output, because the sidecar starts both stages at once."""
+    """The arrival of the first output. Use it if the sidecar starts both stages at once."""
 
 
 class Never(Struct, frozen=True):
-    """The stage never runs."""
+    """The rule of a stage that never runs."""
 
     def applies(self, request: InferenceRequest, cached_tokens: int) -> bool:
         return False
 
 
 class Always(Struct, frozen=True):
-    """The stage runs for every request."""
+    """The rule of a stage that runs for every request."""
 
     def applies(self, request: InferenceRequest, cached_tokens: int) -> bool:
         return True
 
 
 class Uncached(Struct, frozen=True):
-    """The stage runs if at least `tokens` prompt tokens are not cached at the decode endpoint.
+    """The rule of a stage that runs if at least `tokens` prompt tokens are not cached at the decode
+    endpoint.
 
-    It never runs if `tokens` is 0, or for prompts of fewer than `prompt_tokens` tokens.
+    The stage never runs if `tokens` is 0, or for prompts of fewer than `prompt_tokens` tokens.
     """
 
     tokens: int
@@ -93,7 +95,7 @@ class Uncached(Struct, frozen=True):
 
 
 class Multimodal(Struct, frozen=True):
-    """The stage runs for prompts with an image, audio or video."""
+    """The rule of a stage that runs for prompts with an image, audio or video."""
 
     def applies(self, request: InferenceRequest, cached_tokens: int) -> bool:
         return bool(request.media_items())
@@ -116,16 +118,19 @@ class Stages(Struct, frozen=True, kw_only=True):
     own.
     """
     prefill_if: Rule = Never()
+    """Rule by which the prefill stage runs."""
     encode_if: Rule = Never()
+    """Rule by which the encode stage runs."""
     order: Order = Order.DECODE_FIRST
-    """With `PREFILL_FIRST`, every request that may be prefilled elsewhere is, and `prefill_if` has
-    no effect.
+    """Order in which the endpoints are chosen. With `PREFILL_FIRST`, the prefill stage runs for every
+    request that may be prefilled elsewhere, and `prefill_if` has no effect.
     """
     fallback: SchedulingProfile | None = None
     """Profile that chooses one endpoint for the whole request if a stage that must run has no
     endpoint. If it is None, such a request is refused.
     """
     prefill_end: PrefillEnd = PrefillEnd.HEADERS
+    """Event at which the prefill and encode endpoints stop counting the request."""
 
     @property
     def alone(self) -> bool:
@@ -133,7 +138,7 @@ class Stages(Struct, frozen=True, kw_only=True):
         return self.prefill is None and self.encode is None
 
     def profiles(self) -> Iterator[tuple[str, SchedulingProfile]]:
-        """Yield the name of each part and its profile, decode first."""
+        """Yield each profile after the name of its stage or `fallback`, decode first."""
         named = {
             Stage.DECODE.value: self.decode,
             Stage.PREFILL.value: self.prefill,
@@ -168,7 +173,9 @@ def may_encode_elsewhere(request: InferenceRequest) -> bool:
 def _may_be_remote(
     request: InferenceRequest, paths: tuple[str, ...], apis: frozenset[ApiKind]
 ) -> bool:
-    """Decide by the path, or by the API if the gateway does not report the path."""
+    """Return whether the path of `request` ends with one of `paths`. If the gateway does not report
+    the path, return whether the API of `request` is one of `apis`.
+    """
     headers = request.headers
     path = headers.get(":path", "")
     if not path:

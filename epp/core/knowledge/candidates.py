@@ -441,7 +441,7 @@ class Candidates:
         )
 
     def near(self, peer: int) -> "Candidates":
-        """Return the same candidates with the endpoint in slot `peer` as the peer."""
+        """Return these candidates with the endpoint in slot `peer` as their peer."""
         return Candidates(
             self._columns,
             self._slot,

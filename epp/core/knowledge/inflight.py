@@ -44,7 +44,9 @@ ARRIVAL_S_PER_TOKEN: Final = 20e-6
 as waiting. Source: twice the front-end time of the simulator's profiles.
 """
 UNSEEN_PREFILL_S: Final = 1.0
-"""Time after the estimated end of an unseen prefill or encode stage at which its lease is closed."""
+"""Time in seconds from the estimated end of a prefill or encode stage until its lease is closed, if
+no event shows the end.
+"""
 SHOWN_S_MAX: Final = 10.0
 """Time since the last first chunk after which the gateway may no longer show any, if no page counts
 them.
@@ -140,6 +142,7 @@ class Lease(Struct, eq=False, gc=False):
     probe: bool = False
     """True if the request is a probe of an ejected endpoint (module `ejection`)."""
     stage: Stage = Stage.DECODE
+    """Stage on which the endpoint in `slot` works."""
     earlier: tuple["Lease", ...] = ()
     """Leases of the endpoints that prefill and encode for this request. It is () if the endpoint in
     `slot` does everything, and for these leases themselves.

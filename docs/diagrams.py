@@ -12,6 +12,7 @@ from xml.sax.saxutils import escape
 
 from msgspec import Struct
 
+from docs import frontier
 from epp.core.knowledge.prefill_speed import PREFILL_TOKENS_PER_S
 from epp.plugins.added_time import ATTENTION_TOKENS, DECODE_SHARE, HALF_WEIGHT_S, AddedTime
 
@@ -191,7 +192,11 @@ def _svg(height: int, label: str, parts: Sequence[str]) -> str:
     )
 
 
-DIAGRAMS: Final[Mapping[str, Callable[[], str]]] = {"added-time": bars, "worth-a-wait": lines}
+DIAGRAMS: Final[Mapping[str, Callable[[], str]]] = {
+    "added-time": bars,
+    "worth-a-wait": lines,
+    "frontier": frontier.picture,
+}
 
 
 def main() -> None:

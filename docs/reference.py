@@ -33,7 +33,17 @@ from msgspec.inspect import (
     type_info,
 )
 
-from docs import caches, estimate_tables, estimates, exact, inventory, ladders, leaderboard
+from docs import (
+    caches,
+    estimate_tables,
+    estimates,
+    exact,
+    frontier,
+    inventory,
+    ladders,
+    leaderboard,
+    live,
+)
 from epp.configuration.build import INDEXES
 from epp.configuration.compatibility import (
     ACCEPTED,
@@ -192,6 +202,10 @@ def refreshed(page: str) -> str:
         "estimate-judged": lambda: estimate_tables.judged_table(estimates.read()),
         "estimate-gpus": lambda: estimate_tables.gpu_table(estimates.read()),
         "estimate-efficiencies": lambda: estimate_tables.efficiency_table(estimates.read()),
+        "frontier-chosen": lambda: frontier.table("chosen"),
+        "frontier-confirmed": lambda: frontier.table("confirmed"),
+        "frontier-further": lambda: frontier.table("further"),
+        "live-first-token": live.table,
         "ladders-means": lambda: ladders.mean_table(ladders.read()),
         "ladders-order": lambda: ladders.order_table(ladders.read()),
         "ladders-steps": lambda: ladders.step_table(ladders.read()),

@@ -65,6 +65,14 @@ class Ports(Struct, frozen=True, kw_only=True):
     picker_metrics: int
 
 
+class DemoPods(Struct, frozen=True, kw_only=True):
+    """The simulated pods of one arm."""
+
+    profile: str = PROFILE
+    blocks: int | None = None
+    """KV blocks of a pod. None means `cache_blocks()`."""
+
+
 class Child:
     """A program in a process group of its own."""
 
@@ -134,8 +142,20 @@ class Child:
 class Arm:
     """One arm from start to stop: pods, a picker or none, Envoy, the whole workload."""
 
-    def __init__(self, name: str, *, envoy: Path, seed: int, folder: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        envoy: Path,
+        seed: int,
+        folder: Path,
+        pods: DemoPods | None = None,
+        document: Path | None = None,
+    ) -> None:
+        """Create an arm. If `pods` is None, it has the pods of the demo. `document` is the configuration file of the picker."""
         self.name = name
+        self._pods = pods or DemoPods()
+        self._document = document
         self._envoy = envoy
         self._seed = seed
         self._folder = folder
@@ -146,24 +166,40 @@ class Arm:
         self, workload: Sequence[Conversation], answered: Callable[[RequestOutcome], None]
     ) -> ArmResult:
         """Send the workload once and return the results. Raises `DemoError` if a program fails."""
+        model = find_profile(self._pods.profile).model
+        outcomes, counted = await self.serve(
+            lambda gateway: drive(gateway, model, workload, answered)
+        )
+        return ArmResult(outcomes=outcomes, requests_per_pod=counted)
+
+    async def serve(self, load: Callable[[str], Awaitable[_T]]) -> tuple[_T, list[int]]:
+        """Start everything, await `load` of the gateway's address, and stop everything.
+
+        Returns what `load` returned and the requests that each pod counted. Raises `DemoError` if a
+        program fails.
+        """
         async with contextlib.AsyncExitStack() as stack:
             gateway, pods = await self._start(stack)
-            outcomes = await self._unless_ended(
-                drive(gateway, find_profile(PROFILE).model, workload, answered)
-            )
+            result = await self._unless_ended(load(gateway))
             counted = [await _requests_served(url) for url in pods]
-        return ArmResult(outcomes=outcomes, requests_per_pod=counted)
+        return result, counted
 
     async def _start(self, stack: contextlib.AsyncExitStack) -> tuple[str, list[str]]:
         """Start all programs; return the gateway's address and those of the pods."""
         ports = _free_ports()
         servers = await self._run(
-            stack, "sim serve", _pods_command(self._endpoints, self._seed), announces=True
+            stack,
+            "sim serve",
+            _pods_command(self._pods, self._endpoints, self._seed),
+            announces=True,
         )
         pods = json.loads(await self._unless_ended(servers.announcement()))["pods"]
         addresses = [f"{pod['address']}:{pod['port']}" for pod in pods]
         if self.name == HOMING:
-            await self._run(stack, "epp serve", _picker_command(self._endpoints, ports, self._seed))
+            command = _picker_command(self._endpoints, ports, self._seed)
+            if self._document is not None:
+                command += ["--config-file", str(self._document)]
+            await self._run(stack, "epp serve", command)
         bootstrap = self._folder / f"{self.name}-envoy.yaml"
         in_turn = addresses if self.name == ROUND_ROBIN else []
         await _write_bootstrap(bootstrap, ports, in_turn)
@@ -220,10 +256,10 @@ async def _write_bootstrap(path: Path, ports: Ports, in_turn: Sequence[str]) -> 
         raise DemoError(f"epp envoy-config failed: {said.decode(errors='replace').strip()}")
 
 
-def _pods_command(endpoints: Path, seed: int) -> list[str]:
+def _pods_command(pods: DemoPods, endpoints: Path, seed: int) -> list[str]:
     return [
         *(sys.executable, "-m", "sim", "serve", "--pods", str(PODS), "--port", "0"),
-        *("--profile", PROFILE, "--blocks", str(cache_blocks())),
+        *("--profile", pods.profile, "--blocks", str(pods.blocks or cache_blocks())),
         *("--block-size", str(BLOCK_SIZE_TOKENS), "--seed", str(seed)),
         *("--endpoints-out", str(endpoints), "--log-format", "json", "--json"),
     ]

@@ -40,6 +40,8 @@ RUNS: Final = 3
 DEMO: Final = "demo"
 CHAT: Final = "interactive-chat"
 REQUESTS_MAX: Final = 200_000
+CHUNK_TOKENS: Final = 50
+"""Tokens in each chunk of an answer to the chat, so that chunks do not fill the machine."""
 BEFORE: Final = 0.0
 _DOCUMENT: Final = """apiVersion: llm-d.ai/v1alpha1
 kind: EndpointPickerConfig
@@ -135,7 +137,11 @@ async def one_run(workload: str, weight: float, seed: int, chat_s: Seconds, envo
     loads: dict[str, tuple[DemoPods, Callable[[str], Awaitable[Latencies]]]] = {
         DEMO: (DemoPods(), partial(run_demo, seed)),
         CHAT: (
-            DemoPods(profile=case.profile, blocks=_blocks(case.profile)),
+            DemoPods(
+                profile=case.profile,
+                blocks=_blocks(case.profile),
+                stream_interval_tokens=CHUNK_TOKENS,
+            ),
             partial(run_chat, seed, chat_s),
         ),
     }

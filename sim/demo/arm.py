@@ -71,6 +71,8 @@ class DemoPods(Struct, frozen=True, kw_only=True):
     profile: str = PROFILE
     blocks: int | None = None
     """KV blocks of a pod. None means `cache_blocks()`."""
+    stream_interval_tokens: int = 1
+    """Tokens in each chunk of an answer. Fewer chunks leave the machine more time for the picker."""
 
 
 class Child:
@@ -261,6 +263,7 @@ def _pods_command(pods: DemoPods, endpoints: Path, seed: int) -> list[str]:
         *(sys.executable, "-m", "sim", "serve", "--pods", str(PODS), "--port", "0"),
         *("--profile", pods.profile, "--blocks", str(pods.blocks or cache_blocks())),
         *("--block-size", str(BLOCK_SIZE_TOKENS), "--seed", str(seed)),
+        *("--stream-interval", str(pods.stream_interval_tokens)),
         *("--endpoints-out", str(endpoints), "--log-format", "json", "--json"),
     ]
 

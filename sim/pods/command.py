@@ -60,6 +60,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="N",
         help="unfinished requests of a pod from which on it answers 503; 0 for no limit",
     )
+    add("--stream-interval", type=_between(1, 10_000), default=1, metavar="TOKENS",
+        help="tokens in each chunk of a streamed answer, as in vLLM; the first token is a chunk of its own")  # fmt: skip
     add(
         "--kv-events",
         type=_between(0, 65535),

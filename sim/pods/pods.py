@@ -42,6 +42,8 @@ class PodSettings(Struct, frozen=True, kw_only=True):
     """
     kv_events: bool = False
     """Report changes of the cache as KV events."""
+    stream_interval_tokens: int = 1
+    """Tokens in each chunk of a streamed answer, as with vLLM's `--stream-interval`."""
 
     @property
     def ranks(self) -> int:
@@ -74,16 +76,18 @@ class Generation:
     def done(self) -> bool:
         return self.produced >= self.answer.tokens
 
-    async def parts(self) -> AsyncIterator[str]:
-        """Yield the text as it is produced; text that arrives while the reader is busy comes as one
-        part.
+    async def parts(self, tokens: int = 1) -> AsyncIterator[str]:
+        """Yield the text as it is produced, in parts of at least `tokens` tokens.
+
+        The first part and the last one may be shorter: the first token is never held back. Text
+        that arrives while the reader is busy comes as one part.
         """
         sent = 0
         while not self.done or sent < self.produced:
             await self.progress.wait()
             self.progress.clear()
             until = self.produced
-            if until > sent:
+            if until > sent and (not sent or self.done or until - sent >= tokens):
                 yield self.answer.part(sent, until)
                 sent = until
 

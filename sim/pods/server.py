@@ -233,7 +233,9 @@ class PodServer:
             await response.prepare(request)
             await self.pod.submit(generations, rank)
             for index, generation in enumerate(generations):
-                await _write_parts(response, dialect, index, generation)
+                await _write_parts(
+                    response, dialect, index, generation, self.pod.settings.stream_interval_tokens
+                )
             if body.stream_options is not None and body.stream_options.include_usage:
                 await response.write(_event(dialect.usage_chunk(_usage(generations))))
             await response.write(b"data: [DONE]\n\n")
@@ -242,10 +244,14 @@ class PodServer:
 
 
 async def _write_parts(
-    response: web.StreamResponse, dialect: Dialect, index: int, generation: Generation
+    response: web.StreamResponse,
+    dialect: Dialect,
+    index: int,
+    generation: Generation,
+    interval_tokens: int,
 ) -> None:
     opening = dialect.opening(index)
-    async for part in generation.parts():
+    async for part in generation.parts(interval_tokens):
         if opening is not None:
             await response.write(_event(opening))
             opening = None

@@ -43,6 +43,7 @@ def run(options: argparse.Namespace) -> int:
         seed=options.seed,
         max_num_queued_reqs=options.max_num_queued_reqs,
         kv_events=options.kv_events is not None,
+        stream_interval_tokens=options.stream_interval,
     )
     if settings.ranks > 1 and profile.expert_s:
         return failed(

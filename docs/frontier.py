@@ -144,13 +144,12 @@ def table(name: str) -> str:
         times = [f"{row.times[figure]:.3f}" for figure in FIGURES]
         rows.append([shown, *times, f"{row.worst_times:.3f} in {row.worst}"])
     seeds = f"seeds {FIRST_SEED} to {FIRST_SEED + SEEDS - 1}"
-    basis = f"{len(told.cases)} cases, {told.requests:,} requests each, {seeds}."
+    cases = ", ".join(f"`{case}`" for case in told.cases)
+    basis = (
+        f"The board has {len(told.cases)} cases with {told.requests:,} requests each and {seeds}. The "
+        f"cases are {cases}."
+    )
     return f"{basis}\n\n{markdown_table(rows)}"
-
-
-def cases_of(name: str) -> str:
-    """Return the names of the cases of one comparison, for a page."""
-    return ", ".join(f"`{case}`" for case in read()[name].cases)
 
 
 def picture() -> str:

@@ -113,11 +113,13 @@ async def run_demo(seed: int, gateway: str) -> Latencies:
 
 
 async def run_chat(seed: int, duration_s: Seconds, gateway: str) -> Latencies:
-    """Send interactive chat for `duration_s`; requests that are due later are not sent."""
+    """Send interactive chat for `duration_s` and return the requests that ended in this time."""
     ended: list[Driven] = []
     models = {"": find_profile(CASES[CHAT].profile).model}
     driver = Driver(DriveSettings(url=gateway, models=models), ended.append)
+    end = asyncio.get_running_loop().call_later(duration_s, driver.stop)
     await driver.run(_chat(seed, duration_s))
+    end.cancel()
     if driver.not_sent or driver.unfit:
         raise ValueError(
             f"{driver.not_sent} requests were not sent, {driver.unfit} are unfit: expected none"

@@ -1,7 +1,8 @@
 """A driver that sends the requests of a trace at the trace's times, in an open loop.
 
 The loop does not wait for answers, so that a slow gateway does not reduce the load. If
-`in_flight_max` requests are in flight, further ones are counted but not sent. The driver measures
+`in_flight_max` requests are in flight, further ones are counted but not sent. A turn that waits for
+the end of the previous turn is not in flight. The driver measures
 how late it sent each request, because lateness means that the driver itself is slow.
 """
 
@@ -21,7 +22,9 @@ from sim.traces.arrival import Arrival
 from sim.traces.prompts import COMPLETIONS_PATH, body_of, model_of
 
 ENDS_KEPT_MAX: Final = 100_000
-"""Maximum number of requests whose end time is stored for follow-up requests."""
+"""Maximum number of requests whose end time is stored for follow-up requests, and of requests that
+wait for their time or are in flight.
+"""
 _OWN_HEADERS: Final = frozenset(
     {"authorization", "connection", "content-length", "content-type", "host", "transfer-encoding"}
 )
@@ -65,7 +68,8 @@ class Driver:
         self._settings = settings
         self._ended = ended
         self._stop = asyncio.Event()
-        self._at_once = 0
+        self._in_flight = 0
+        """Number of requests that were sent and have not ended."""
         self._ends: OrderedDict[int, asyncio.Future[Seconds]] = OrderedDict()
         """End time of each request, by index."""
         self.not_sent = 0
@@ -100,7 +104,7 @@ class Driver:
                     due_at = started_at + arrival.time_s / settings.speed
                     if await self._stopped_before(due_at):
                         break
-                    if len(tasks) >= settings.in_flight_max:
+                    if len(tasks) >= ENDS_KEPT_MAX:
                         self.not_sent += 1
                         continue
                     sending = self._send(session, arrival, due_at, started_at)
@@ -109,7 +113,7 @@ class Driver:
                     task.add_done_callback(tasks.discard)
                 await self._until_ended(tasks)
             finally:
-                self.cut = len(tasks)
+                self.cut = self._in_flight
                 for task in tuple(tasks):
                     task.cancel()
                 await asyncio.gather(*tuple(tasks), return_exceptions=True)
@@ -148,6 +152,9 @@ class Driver:
             if before is not None:
                 due_at = max(due_at, await before + arrival.think_s / self._settings.speed)
                 await asyncio.sleep(due_at - loop.time())
+            if self._in_flight >= self._settings.in_flight_max:
+                self.not_sent += 1
+                return
             try:
                 model, path, body = self._request(arrival)
             except (ValueError, msgspec.DecodeError):
@@ -164,6 +171,7 @@ class Driver:
             headers |= self._settings.headers
             if arrival.session:
                 headers.setdefault("x-session-id", arrival.session)
+            self._in_flight += 1
             try:
                 await ask(
                     session,
@@ -177,6 +185,8 @@ class Driver:
                 )
             except PROBLEMS as problem:
                 driven.error = (str(problem) or type(problem).__name__)[:ERROR_CHARACTERS_MAX]
+            finally:
+                self._in_flight -= 1
             self._ended(driven)
         finally:
             if not end.done():

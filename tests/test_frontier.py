@@ -1,6 +1,6 @@
 """Tests of the tables and the picture of `python -m docs.frontier`, and of the table of `python -m docs.live`."""
 
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 import msgspec
 import pytest
@@ -94,13 +94,16 @@ def test_the_figures_are_those_of_the_cases_without_adapters():
 
 def test_a_table_says_what_was_run_and_marks_the_default(results):
     table = frontier.table("chosen")
-    assert "2 cases, 2,000 requests each, seeds 101 to 103." in table
+    assert (
+        "2 cases with 2,000 requests each and seeds 101 to 103. The cases are `bursts`, `ladder`."
+        in table
+    )
     assert f"| **{CHOSEN}** | 1.030 |" in table
     assert "2.000 in bursts" in table
 
 
 def test_the_picture_has_a_dot_for_each_variant_and_a_large_one_for_the_default(results):
-    root = ElementTree.fromstring(frontier.picture())  # noqa: S314  our own picture
+    root = ET.fromstring(frontier.picture())
     dots = [float(dot.get("r")) for dot in root.iter("{http://www.w3.org/2000/svg}circle")]
     variants = sum(map(len, frontier.VARIANTS.values()))
     assert len(dots) == 2 * variants

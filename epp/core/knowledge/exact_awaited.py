@@ -15,25 +15,27 @@ from epp.core.knowledge.exact_slots import SlotState
 from epp.core.types import Seconds
 
 LATE_S_MAX: Final[Seconds] = 30.0
-"""Time for which the index waits for the events of a decision."""
+"""Longest time in seconds for which the index waits for the events of one decision."""
 AWAITED_MAX: Final = 32
 """Maximum number of decisions per endpoint whose events are awaited, spread over `LATE_S_MAX`."""
 
 
 class AwaitedEvents:
-    """The awaited events of all endpoints, whose keys appear in `rows` once they come."""
+    """The KV-cache events of all endpoints for which the index waits. An event has come once its
+    key is in `rows`.
+    """
 
     def __init__(self, rows: Rows, block_tokens: int) -> None:
         self._rows = rows
         self._block_tokens = block_tokens
         self._any = False
-        """True if the event of any decision is awaited."""
+        """True if the index waits for any event."""
         self._looked_at_s: Seconds = -math.inf
         """Time of the last check for awaited events."""
 
     def sent(self, known: SlotState, chain: bytes, now: Seconds) -> None:
-        """Wait for the event of a prompt that is sent to an endpoint now, if its arrival is
-        informative.
+        """Begin to wait for the event of a prompt that is sent to an endpoint now. Do nothing if
+        the last wait began a moment ago, or if no event is expected.
         """
         if known.awaited and now - known.awaited[-1][0] < LATE_S_MAX / AWAITED_MAX:
             return
@@ -47,7 +49,9 @@ class AwaitedEvents:
         self._any = True
 
     def not_sent(self, known: SlotState, chain: bytes) -> None:
-        """Stop waiting for the prompt with this chain, because it was not sent there."""
+        """Stop waiting for the event of the prompt with this chain, because the prompt was not sent
+        to the endpoint.
+        """
         awaited = known.awaited
         keys = frozenset(array("Q", chain)) if awaited else ()
         for one in [one for one in awaited if one[1] in keys]:
@@ -93,7 +97,11 @@ class AwaitedEvents:
 
 
 def told_blocks(blocks: int, block_tokens: int, engine_block_tokens: int) -> int:
-    """Return how many of `blocks` blocks without a rest end within a whole block of the engine."""
+    """Return how many of the first `blocks` blocks of the index are covered by whole blocks of the
+    engine.
+
+    An engine reports only whole blocks of its own size.
+    """
     size = engine_block_tokens
     if not block_tokens % size:
         return blocks

@@ -14,10 +14,10 @@ from epp.core.parameters import Parameters
 Port: TypeAlias = Annotated[int, Meta(ge=1, le=65_535)]
 
 BLOCK_TOKENS: Final = 16
-"""Default number of tokens in a block, as in the reference picker."""
+"""Default number of tokens in a block, as in the reference picker (llm-d-router)."""
 BLOCK_TOKENS_ADVISED: Final = 32
 UNLISTED_WEIGHT: Final = 0.5
-"""Weight of a tier that is neither the device nor listed."""
+"""Weight of a block in a tier that is neither the device nor listed in the configuration."""
 
 ROW_BYTES: Final = 92
 """Memory of one row in bytes: of a key with its holders, of an engine's block, or of the tokens
@@ -37,15 +37,15 @@ _EVERYWHERE: Final = ("*", "0.0.0.0", "::")  # noqa: S104  connections are check
 
 
 class TokenProcessorConfig(Parameters, frozen=True):
-    """The settings for making keys; only the block size has an effect here."""
+    """The settings of llm-d-router's token processor. Only the block size has an effect here."""
 
     block_size_tokens: Annotated[int, Meta(ge=1, le=65_536)] | None = None
     block_size: Annotated[int, Meta(ge=1, le=65_536)] | None = None
-    """Deprecated name; it applies if `blockSizeTokens` is not given."""
+    """Deprecated name of `blockSizeTokens`; it applies if that one is not given."""
     hash_seed: str = ""
-    """No effect, because keys need not equal those of the engines."""
+    """Accepted without effect, because keys of the index need not equal the hashes of the engines."""
     hash_algorithm: str = ""
-    """No effect, because keys need not equal those of the engines."""
+    """Accepted without effect, because keys of the index need not equal the hashes of the engines."""
 
     @property
     def block_tokens(self) -> int:
@@ -61,23 +61,23 @@ class TierWeight(Parameters, frozen=True):
 
 
 class InMemoryConfig(Parameters, frozen=True):
-    """Settings of a memory store; `size` is the number of keys."""
+    """Settings of llm-d-router's memory store; `size` is its maximum number of keys."""
 
     size: Annotated[int, Meta(ge=1)] | None = None
     pod_cache_size: Annotated[int, Meta(ge=1)] | None = None
-    """No effect, because a key is stored for every endpoint that has it."""
+    """Accepted without effect, because a key is stored for every endpoint that has it cached."""
 
 
 class CostAwareMemoryConfig(Parameters, frozen=True):
     size: str = ""
-    """Size in bytes, with a unit such as MB or GiB."""
+    """Maximum size of the store in bytes, as text with a unit such as MB or GiB."""
 
     def __post_init__(self) -> None:
         self._read_size()
 
     @property
     def size_bytes(self) -> int | None:
-        """Return the size in bytes, or None if it is not given."""
+        """Return the maximum size of the store in bytes, or None if it is not given."""
         return self._read_size()
 
     def _read_size(self) -> int | None:
@@ -104,7 +104,9 @@ class KvBlockIndexConfig(Parameters, frozen=True):
     valkey_config: dict[str, Any] | None = None
     enable_metrics: bool = False
     metrics_logging_interval: str | int = 0
-    """Interval as a duration text, or in nanoseconds."""
+    """Interval between log lines with metrics, as a duration text or in nanoseconds; it has no
+    effect.
+    """
 
     def __post_init__(self) -> None:
         if isinstance(self.metrics_logging_interval, str):
@@ -133,7 +135,7 @@ class IndexerConfig(Parameters, frozen=True):
         TierWeight(name="cpu", weight=0.8),
     )
     kv_cache_default_backend_weight: Annotated[float, Meta(ge=0, le=1)] = UNLISTED_WEIGHT
-    """Weight of tiers that are not listed."""
+    """Weight of a block in a tier that `kvCacheBackendConfigs` does not list."""
     tokenizers_pool_config: Any = None
 
     def __post_init__(self) -> None:
@@ -145,22 +147,23 @@ class IndexerConfig(Parameters, frozen=True):
 
 
 class PodDiscoveryConfig(Parameters, frozen=True):
-    """The places to which endpoints send their events."""
+    """The ports at which each endpoint publishes its KV-cache events."""
 
     socket_port: Port | None = None
-    """Port of the first rank. If None, each endpoint is asked for it, and 5557 applies if it does
-    not answer.
+    """Port at which the first rank of an endpoint publishes its events. If None, the picker asks
+    each endpoint, and uses 5557 if there is no answer.
     """
     replay_socket_port: Port | None = None
-    """Port for requests of old events. If None, the endpoint's own value applies, or old events are
-    not requested.
+    """Port at which the picker requests past events. If None, the port that the endpoint names
+    applies; without one, past events are not requested.
     """
     data_parallel_size: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1
-    """Number of ranks behind each address, if the endpoint is not asked. The next rank publishes at
-    the next port, or names its rank in its messages if engines connect to the picker.
+    """Number of data-parallel ranks behind each address; if None, the picker asks each endpoint.
+    The next rank publishes at the next port, or names its rank in its messages if engines connect
+    to the picker.
     """
     pod_label_selector: str = ""
-    """No effect, because the picker subscribes to the endpoints of the pool."""
+    """Accepted without effect, because the picker subscribes to the endpoints of its pool."""
     pod_namespace: str = ""
 
     def __post_init__(self) -> None:
@@ -183,8 +186,9 @@ class KvEventsConfig(Parameters, frozen=True):
     to one picker only.
     """
     topic_filter: str = ""
-    """Prefix of topics. Endpoints are distinguished by their connection. Endpoints that connect
-    from a shared address are also distinguished by their topic, `kv@IP:PORT@MODEL`.
+    """Prefix of the topics to which the picker subscribes. Endpoints are distinguished by their
+    connection. Endpoints that connect from a shared address are also distinguished by their topic,
+    `kv@IP:PORT@MODEL`.
     """
     concurrency: Annotated[int, Meta(ge=1)] = 4
     engine_type: Literal["vllm", "sglang"] = "vllm"
@@ -197,8 +201,8 @@ class KvEventsConfig(Parameters, frozen=True):
 
     @property
     def binds(self) -> tuple[str, int] | None:
-        """Return the (address, port) at which engines may connect, with "" for every address; None
-        if they may not.
+        """Return the (address, port) at which the picker accepts connections of engines, with ""
+        for every address, or None if it accepts none.
         """
         return self._read_binds()
 
@@ -218,8 +222,8 @@ class KvEventsConfig(Parameters, frozen=True):
 
 
 def _is_own_address(host: str) -> bool:
-    """Return whether the picker can listen at `host`; a name is refused, because it may belong to
-    another machine.
+    """Return whether `host` is "*" or an IP address, at which the picker can listen. A host name is
+    refused, because it may belong to another machine.
     """
     if host == "*":
         return True
@@ -251,9 +255,13 @@ class PrecisePrefixCacheParameters(Parameters, frozen=True):
     asked. `zmqEndpoint` is the address to which engines connect.
     """
     speculative_indexing: bool = True
-    """True if recent decisions count as cached until the engine's events arrive."""
+    """True if a prompt that was recently sent to an endpoint counts as cached there until the
+    engine's events arrive.
+    """
     speculative_ttl: Duration = field(default=Duration(2.0), name="speculativeTTL")
-    """Time for which a decision counts as recent."""
+    """Time for which a prompt counts as cached after the decision, until the engine's events
+    arrive.
+    """
     memory_max_bytes: Annotated[int, Meta(ge=1)] = 536_870_912
     """Estimated memory of the whole index in bytes; above it, the blocks stored last are dropped."""
 

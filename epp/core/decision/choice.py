@@ -20,22 +20,26 @@ from epp.core.types import Refusal, RefusalReason, Seconds
 
 
 class ProfileState(Struct):
-    """State that one profile keeps from one decision to the next."""
+    """The state that one scheduling profile carries from one decision to the next."""
 
     random: Random
-    """Random generator of the picker."""
+    """Random generator of the picker plugin."""
     failures: PluginFailures
-    """Failures of the profile's plugins."""
+    """Failures of the profile's plugins so far."""
     kept_scores: KeptScores | None = None
-    """Cache of scores, or None if no score of the profile can be cached or borrowed."""
+    """Cache of the profile's scores, or None if no score of the profile can be cached or borrowed
+    from the acting profile.
+    """
     filters_alike: bool = False
-    """True if the profile has the very same filters as the acting profile, whose result it can
-    borrow.
+    """True if the profile has the very same filters as the acting profile, so that their result
+    need not be computed again.
     """
 
 
 class Staleness(Struct, frozen=True):
-    """The rule that ranks endpoints with old metrics below all others."""
+    """The limits beyond which an endpoint ranks below all others: the age of its metrics, and
+    scrapes without an answer.
+    """
 
     age_s_max: Seconds
     """Age of metrics in seconds above which they are stale."""
@@ -47,17 +51,21 @@ class Choice(Struct, frozen=True, gc=False):
     """The endpoint that a profile chose for one request, and how it did so."""
 
     offered: Candidates
-    """Candidates before any filter."""
+    """Candidates from which the filters started."""
     ranked: Candidates
-    """Candidates that were scored."""
+    """Candidates that the filters left, which were scored."""
     dropped: dict[str, Ints]
-    """Slots of the endpoints that each filter, or the preference for fresh metrics, dropped."""
+    """Slots of the endpoints that were not scored, by the name of the filter that dropped them,
+    "stale-metrics" or "unreachable".
+    """
     scored: Scored
     """Scores of the ranked candidates."""
     picked: list[int]
-    """Positions among the ranked candidates, the destination first; at least one."""
+    """Positions of the picker plugin's choices among the ranked candidates, the destination first;
+    at least one.
+    """
     sound: bool
-    """True if none of the profile's plugins failed."""
+    """True if none of the profile's plugins failed in this decision."""
 
     @property
     def slot(self) -> int:
@@ -65,8 +73,8 @@ class Choice(Struct, frozen=True, gc=False):
         return self.ranked.slot.item(self.picked[0])
 
     def fallbacks(self, most: int) -> list[int]:
-        """Return the slots of up to `most` fallback endpoints: the picker's other choices, then the
-        best of the rest.
+        """Return the slots of up to `most` fallback endpoints: the picker plugin's other choices,
+        then the remaining candidates by their sums, highest first.
         """
         first, *others = self.picked
         order = others + np.argsort(-self.scored.total, kind="stable").tolist()
@@ -87,8 +95,8 @@ def choose(
 
     The result depends on the arguments alone. Only `state` changes. `rotation` counts decisions and
     breaks ties round robin. `staleness` is None if no candidate is stale or unreachable. `acting`
-    is a sound choice of another profile for the same request and candidates, or None. Results of
-    plugins that both profiles have are taken from it.
+    is the choice of another profile for the same request and candidates, in which no plugin failed,
+    or None. Results of plugins that both profiles have are taken from it.
     """
     failures = state.failures
     failed_before = failures.so_far
@@ -113,8 +121,8 @@ def choose(
 
 
 def _fresh_first(kept: Kept, staleness: Staleness) -> tuple[Candidates, dict[str, Ints]]:
-    """Leave out stale endpoints if any fresh one is left, and unreachable ones if any other is
-    left.
+    """Return `kept` without stale endpoints if any fresh one is left, and without unreachable ones
+    if any other is left.
     """
     unreachable = staleness.unreachable[kept.candidates.slot]
     stale = kept.candidates.metrics_age_s > staleness.age_s_max
@@ -134,7 +142,9 @@ def _fresh_first(kept: Kept, staleness: Staleness) -> tuple[Candidates, dict[str
 
 
 def nobody_ready(request: InferenceRequest, members: int) -> Refusal:
-    """Return the refusal of `request` if none of the pool's `members` endpoints is ready for it."""
+    """Return the refusal (status 503) of `request` if none of the pool's `members` endpoints is
+    ready for it.
+    """
     where = "" if request.subset is None else " in the subset that the gateway allows"
     return Refusal(
         reason=RefusalReason.NO_ENDPOINTS,
@@ -144,7 +154,9 @@ def nobody_ready(request: InferenceRequest, members: int) -> Refusal:
 
 
 def saturated(message: str, eliminated: Mapping[str, int] | None = None) -> Refusal:
-    """Return the refusal of a request that endpoints could serve if they had less load."""
+    """Return the refusal (status 429) of a request that the endpoints are too busy to serve.
+    `eliminated` is the number of endpoints that each filter dropped.
+    """
     return Refusal(
         reason=RefusalReason.SATURATED, status=429, message=message, eliminated=eliminated or {}
     )

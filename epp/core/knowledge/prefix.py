@@ -226,7 +226,7 @@ class _Node(Struct, gc=False, eq=False):
 
 
 class _Slot:
-    """The cached content of one endpoint: its number of blocks and its queue of prompts, oldest first."""
+    """The cached blocks of one endpoint, and its queue of prompts, oldest first."""
 
     __slots__ = (
         "blocks",

@@ -40,8 +40,8 @@ def parse_duration(text: str) -> Duration:
 
 
 def check_above_zero(name: str, span: Duration) -> None:
-    """Raise `ValueError`, whose message is one sentence, unless `span`, the parameter `name`, is
-    finite and above 0.
+    """Raise `ValueError`, whose message is one sentence, unless `span` is finite and above 0.
+    `name` is the name of the parameter in the message.
     """
     if not (math.isfinite(span) and span > 0):
         raise ValueError(f"{name} is {float(span)}s; it must be a duration above 0s")

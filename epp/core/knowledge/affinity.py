@@ -99,9 +99,7 @@ class SessionIndexSettings(
     ttl: Duration = Duration(300.0)
     """Time after the last request of a session at which the index forgets it."""
     sessions_max: Annotated[int, Meta(ge=1)] = 65_536
-    """Maximum number of sessions in the index; above it the least recently used session is
-    forgotten.
-    """
+    """Maximum number of sessions in the index; above it the least recently used session is dropped."""
 
     def __post_init__(self) -> None:
         check_above_zero("ttl", self.ttl)
@@ -137,8 +135,8 @@ class SessionIndexSettings(
         return SessionIndex(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply these settings to `index`, which keeps its sessions. Return False if it is no
-        session index.
+        """Apply these settings to `index`, which keeps its sessions. Return False if `index` is of
+        another type than `SessionIndex`.
         """
         return isinstance(index, SessionIndex) and index.configure(self)
 
@@ -221,8 +219,8 @@ class SessionIndex:
         return (session,) if session else ()
 
     def learn(self, keys: Sequence[bytes], slot: int, stamp: Seconds, now: Seconds) -> None:
-        """Record that a peer sent the sessions `keys` to `slot` at `stamp`; the latest assignment
-        wins.
+        """Record that a peer sent the sessions `keys` to `slot` at `stamp`, unless a later
+        assignment is known.
         """
         for session in keys:
             known_at = self._sessions.get(session, (-1, -math.inf))[1]
@@ -234,7 +232,7 @@ class SessionIndex:
         self._fit()
 
     def shared_entries(self) -> Iterator[tuple[int, Seconds, Sequence[bytes]]]:
-        """Return every session, least recently used first."""
+        """Yield (slot, time, keys) of every session in the index, least recently used first."""
         for session, (slot, sent_at) in tuple(self._sessions.items()):
             yield slot, sent_at, (session,)
 
@@ -252,13 +250,13 @@ class SessionIndex:
             del self._sessions[session]
 
     def forget(self, slot: int) -> None:
-        """Drop the sessions of `slot`."""
+        """Drop the sessions whose last request was sent to `slot`."""
         gone = [session for session, (at, _) in self._sessions.items() if at == slot]
         for session in gone:
             del self._sessions[session]
 
     def expire(self, now: Seconds) -> None:
-        """Drop sessions that were unused for the TTL, at most 4,096 per call."""
+        """Drop sessions that sent no request for the TTL, at most 4,096 of them per call."""
         for _ in range(4_096):
             oldest = next(iter(self._sessions.values()), None)
             if oldest is None or oldest[1] >= now - self._ttl_s:
@@ -311,8 +309,8 @@ class NoHitLruSettings(
         return NoHitLru(self)
 
     def adopt(self, index: AffinityIndex) -> bool:
-        """Apply these settings to `index`, which keeps its content. Return False if it is no
-        `NoHitLru`.
+        """Apply these settings to `index`, which keeps its content. Return False if `index` is of
+        another type than `NoHitLru`.
         """
         return isinstance(index, NoHitLru) and index.configure(self)
 

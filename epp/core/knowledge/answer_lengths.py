@@ -36,7 +36,7 @@ class _Slot:
         before the first.
         """
         self.answers = self.tokens = 0.0
-        """Sums of answers and of their tokens; older answers weigh less."""
+        """Numbers of ended answers and of their tokens; older answers weigh less."""
 
     def rose(self, answers: float, tokens: float) -> None:
         kept = 0.5 ** (answers / ANSWERS_REMEMBERED)

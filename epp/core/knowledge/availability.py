@@ -1,4 +1,6 @@
-"""The ready endpoints that may serve a request now: those that are in service and have room."""
+"""Selection of the ready endpoints that may serve a request now: those that are neither ejected nor
+full.
+"""
 
 import numpy as np
 from msgspec import Struct

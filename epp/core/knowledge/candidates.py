@@ -67,14 +67,15 @@ unknown for every endpoint.
 
 _NO_ADAPTERS: Final = AdapterReport()
 _NOTHING: Final = np.zeros(())
-"""Zero as an array, because numpy takes longer to convert a Python float than to add a hundred
-values.
+"""Zero as a numpy array, used instead of a Python float. Converting a float takes numpy longer than
+adding a hundred values.
 """
 NO_COLUMNS: Final[Mapping[str, Floats]] = MappingProxyType({})
 
 
 class Affinity(Struct, frozen=True, eq=False, gc=False):
-    """The answer of an affinity index: `matched[i]` of `total`, in the index's own unit.
+    """The match of a request in an affinity index: `matched[i]` of `total`, in the index's own
+    unit.
 
     From an index, `matched` is int64 by endpoint slot; from `Candidates`, it is by candidate. The
     `columns` hold further values that the index knows of each endpoint, float64 by name, in the
@@ -129,7 +130,7 @@ class Columns:
     def __init__(self) -> None:
         self.endpoints: list[Endpoint | None] = []
         self.identities: Hashes = np.empty(0, dtype=np.uint64)
-        """Hashes of endpoint ids; an empty slot has the hash of its last endpoint."""
+        """Hash of each endpoint's id; an empty slot has the hash of its last endpoint."""
         self.adapters: list[AdapterReport | None] = []
         self.rows: Floats = np.empty((len(_ROWS), 0))
         """The columns `_ROWS` as float64[rows, slots]; each is also an attribute.
@@ -161,7 +162,7 @@ class Columns:
         its engine.
         """
         self.prefill_alike = False
-        """True if all endpoints are known to prefill equally fast."""
+        """True if all endpoints of the pool are known to have the same prefill speed."""
         self.adapter_generation: Ints = np.empty(0, dtype=np.int64)
         self.adapters_reported = 0
         """Number of endpoints that report LoRA adapters, which have values in the following
@@ -184,15 +185,15 @@ class Columns:
         values.
         """
         self.last_load: tuple[Ints, int, EngineLoad] | None = None
-        """Slots, `version` and result of the most recently gathered `EngineLoad`; None before the
-        first.
+        """The most recently gathered `EngineLoad`, after the slots and the `version` for which it
+        was gathered; None before the first.
         """
 
     def __len__(self) -> int:
         return len(self.endpoints)
 
     def add_slot(self) -> int:
-        """Add space for one more endpoint and return its slot."""
+        """Add a slot for one more endpoint to all columns, and return its number."""
         slot = len(self.endpoints)
         if slot == len(self.waiting_requests):
             self._grow(max(8, 2 * slot))
@@ -338,7 +339,7 @@ def kv_capacity_tokens(blocks: float | None, block_size_tokens: float | None) ->
 
 
 class AdapterColumns:
-    """The LoRA state of n candidates."""
+    """The state of LoRA adapters at n candidates, as their engines reported it."""
 
     __slots__ = ("_columns", "_slot")
 
@@ -465,7 +466,9 @@ class Candidates:
         return self._columns.version
 
     def version_of(self, names: tuple[str, ...]) -> int:
-        """Return the number of changes of the columns `names`, which must be among the `VERSIONED`."""
+        """Return the number of changes of the columns `names` together, which must be among the
+        `VERSIONED`.
+        """
         versions = self._columns.versions
         changes = 0
         for name in names:
@@ -479,29 +482,31 @@ class Candidates:
 
     @property
     def waiting_requests(self) -> Floats:
-        """Return float64[n]: requests in the engine's queue; NaN if unknown."""
+        """Return float64[n]: the number of requests in each engine's queue; NaN if unknown."""
         return self._columns.waiting_requests[self._slot]
 
     @property
     def running_requests(self) -> Floats:
-        """Return float64[n]: requests in the engine's batch; NaN if unknown."""
+        """Return float64[n]: the number of requests in each engine's batch; NaN if unknown."""
         return self._columns.running_requests[self._slot]
 
     @property
     def kv_cache_usage(self) -> Floats:
-        """Return float64[n] in [0, 1]: the share of KV blocks that requests reference; NaN if
-        unknown.
+        """Return float64[n] in [0, 1]: the share of each engine's KV blocks that requests
+        reference; NaN if unknown.
         """
         return self._columns.kv_cache_usage[self._slot]
 
     @property
     def kv_capacity_tokens(self) -> Floats:
-        """Return float64[n]: the size of the KV cache in tokens, at least 1; NaN if unknown."""
+        """Return float64[n]: the size of each engine's KV cache in tokens, at least 1; NaN if
+        unknown.
+        """
         return self._columns.kv_capacity_tokens[self._slot]
 
     def engine_load(self) -> EngineLoad:
-        """Return waiting and running requests, KV-cache usage and KV capacity as the engines
-        reported them.
+        """Return the waiting and running requests, the KV-cache usage and the KV capacity that the
+        candidates' engines reported.
 
         The result is gathered once for all requests between two changes of scraped values.
         """
@@ -523,27 +528,29 @@ class Candidates:
 
     @property
     def cache_queried_tokens(self) -> Floats:
-        """Return float64[n]: prompt tokens that each engine looked up in its prefix cache; NaN if
-        unknown.
+        """Return float64[n]: the number of prompt tokens that each engine looked up in its prefix
+        cache since it started; NaN if unknown.
         """
         return self._columns.cache_queried_tokens[self._slot]
 
     @property
     def cache_hit_tokens(self) -> Floats:
-        """Return float64[n]: prompt tokens that each engine found in its prefix cache; NaN if
-        unknown.
+        """Return float64[n]: the number of prompt tokens that each engine found in its prefix cache
+        since it started; NaN if unknown.
         """
         return self._columns.cache_hit_tokens[self._slot]
 
     @property
     def metrics_age_s(self) -> Floats:
-        """Return float64[n]: seconds since the last good scrape; inf if there was none."""
+        """Return float64[n]: seconds since the last good scrape of each candidate; inf if there was
+        none.
+        """
         return self._now - self._columns.observed_at_s[self._slot]
 
     @property
     def metrics_age_s_max(self) -> Seconds:
-        """Return the largest `metrics_age_s`; inf if a candidate was never scraped or there are
-        none.
+        """Return the largest age of a candidate's metrics in seconds; inf if a candidate was never
+        scraped or there are no candidates.
         """
         observed_at_s = self._columns.observed_at_s[self._slot]
         if not len(observed_at_s):
@@ -551,7 +558,7 @@ class Candidates:
         return self._now - observed_at_s.item(observed_at_s.argmin())
 
     def all_observed_within(self, age_s: Seconds) -> bool:
-        """Return whether no candidate's metrics are older than `age_s`.
+        """Return whether no candidate's metrics are older than `age_s` seconds.
 
         This is faster than `metrics_age_s_max`, because it usually reads no column.
         """
@@ -592,10 +599,11 @@ class Candidates:
 
     @property
     def unreported_requests(self) -> Ints:
-        """Return int64[n]: requests that this picker sent since the engine's last load report.
+        """Return int64[n]: the number of requests that this picker sent to each candidate since the
+        last load report of its engine.
 
-        `waiting_requests` and `running_requests` do not include them yet. Requests that ended since
-        then are counted too.
+        `waiting_requests` and `running_requests` do not include them yet. Requests that have ended
+        since the report count as well.
         """
         return self._columns.unreported_requests[self._slot]
 
@@ -704,7 +712,9 @@ class Candidates:
         return (0, 0) if known is None else (int(known.matched[self._slot[position]]), known.total)
 
     def matched_most(self) -> int:
-        """Return the largest `matched_blocks` of any candidate."""
+        """Return the largest number of leading full blocks that any candidate is estimated to have
+        cached.
+        """
         known = self._affinities.get(self._prefix)
         if known is None:
             return 0
@@ -749,7 +759,8 @@ class Candidates:
         )
 
     def affinity(self, name: str) -> Affinity:
-        """Return the match of the index `name`, int64[n]; all zero if there is no such index.
+        """Return the match of the index `name` at each candidate; all zero if there is no such
+        index.
 
         The name "" stands for the default prefix index.
         """

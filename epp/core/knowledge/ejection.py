@@ -105,7 +105,7 @@ class OutlierEjection(Parameters, frozen=True):
 
 
 class Away:
-    """An ejected endpoint."""
+    """The state of one ejected endpoint."""
 
     __slots__ = ("cause", "open_probes", "passed", "probed", "serving_some", "since_s", "until_s")
 
@@ -133,7 +133,9 @@ class Away:
 
 
 class _Standing:
-    """The number of an endpoint's ejections, less one for each base time without an ejection."""
+    """The number of one endpoint's ejections, reduced by one for each base ejection time in
+    service.
+    """
 
     __slots__ = ("ejections", "good_since_s")
 

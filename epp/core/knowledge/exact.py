@@ -74,9 +74,13 @@ from epp.core.types import Seconds
 TOKENS_MAX: Final = 131_072
 """Maximum number of tokens of a prompt that the exact index looks up."""
 SWEPT_MAX: Final = 8_192
-"""Maximum number of blocks of forgotten mirrors that one `expire` removes."""
+"""Maximum number of blocks that one `expire` removes from mirrors of endpoints that left or
+restarted.
+"""
 SWEPT_AT_ONCE_MAX: Final = 1_024
-"""Maximum number of blocks of a forgotten mirror that is removed at once, rather than in steps."""
+"""Maximum number of blocks of a mirror that is removed at once after its endpoint left or
+restarted, rather than in steps.
+"""
 KNOWN_SPARE_MAX: Final = 4_096
 """Maximum number of blocks that may be stored before the memory limit is checked again: about 100
 messages.
@@ -116,8 +120,8 @@ class ExactIndexSettings(PrecisePrefixCacheParameters, frozen=True):
 
 
 class _RecentSettings(PrefixIndexSettings, frozen=True):
-    """The settings of the index of recent decisions, whose blocks may be as small as those of the
-    exact index.
+    """The settings of the index of recent decisions within the exact index. Its blocks may be
+    smaller than those of a usual prefix index.
     """
 
     @property
@@ -149,15 +153,15 @@ class _Placed(Struct, frozen=True, gc=False):
     """The data that undoes the record of a decision for one rank."""
 
     anywhere: Any
-    """Data that undoes the record in the index of decisions for whole endpoints."""
+    """Data that undoes the record of the decision for the whole endpoint."""
     number: int
     """Number under which the rank is recorded in the index of decisions for ranks."""
     there: Any
 
 
 class ExactIndex:
-    """An `AffinityIndex` fed by KV-cache events; the unit is one full block of `block_tokens`
-    tokens.
+    """An `AffinityIndex` that learns from KV-cache events which blocks engines have cached; the
+    unit is one full block of `block_tokens` tokens.
     """
 
     def __init__(self, settings: ExactIndexSettings) -> None:
@@ -168,13 +172,15 @@ class ExactIndex:
         self._slots: list[SlotState] = []
         self._places: list[Place | None] = []
         self._slot_of: list[int] = []
-        """Slot of the endpoint of each place, by the place's number; -1 if the place is forgotten."""
+        """Slot of the endpoint of each place, by the place's number; -1 if the endpoint left or
+        restarted.
+        """
         self._forgotten: list[Place] = []
         self._counted = 0
         """Bits of the places whose event streams count in a match."""
         self._mirror_rows, self._mirror_numbers = 0, 0
-        """Number of rows and number of other numbers in all mirrors, from which the memory is
-        estimated.
+        """Sizes of all mirrors together, as the number of rows and the number of stored integers,
+        from which the memory is estimated.
         """
         self._known_spare = 0
         """Number of blocks that may be stored before the spare memory, `_spare`, is computed again."""
@@ -182,8 +188,8 @@ class ExactIndex:
         self._names = ModelNames()
         self._awaited = AwaitedEvents(self._rows, settings.block_tokens)
         self._exact: Floats | None = None
-        """The column `EXACT`: 1.0 for each slot whose cached blocks are all known. None if it must
-        be computed again.
+        """The column `EXACT`: 1.0 for each slot whose cached blocks are all known, else 0.0. None
+        if it must be computed again.
         """
         self._settings = settings
         self._recent = PrefixIndex(self._recent_settings(settings))
@@ -223,8 +229,8 @@ class ExactIndex:
         )
 
     def limit_memory(self, share: float) -> None:
-        """Limit the index to `share` of `memoryMaxBytes`; the excess is dropped by later events and
-        sweeps.
+        """Limit the memory of the exact index to `share` of `memoryMaxBytes`; the excess is dropped
+        by later events and sweeps.
         """
         self._memory_share = share
         self._memory_max_bytes = int(share * self._settings.memory_max_bytes)
@@ -232,8 +238,8 @@ class ExactIndex:
 
     @property
     def entries(self) -> int:
-        """Return the number of (key, endpoint) pairs in all tiers, including forgotten ones that
-        are not yet removed.
+        """Return the number of (key, endpoint) pairs in all tiers of the index, including those of
+        endpoints that left and are not yet removed.
         """
         return self._rows.entries
 
@@ -296,7 +302,7 @@ class ExactIndex:
 
     @property
     def bytes_estimated(self) -> int:
-        """Return the estimated memory of the index in the process, from measured constants."""
+        """Return the estimated memory of the exact index in bytes, from measured constants."""
         keys = self._rows.keys
         # One mirror of each key shares its number with the row.
         others = max(0, self._mirror_numbers - keys)
@@ -313,7 +319,9 @@ class ExactIndex:
     # Events of engines.
 
     def hear(self, slot: int, events: Sequence[Event], now: Seconds, *, rank: int = 0) -> Heard:
-        """Apply events of rank `rank` of the engine in `slot`."""
+        """Apply KV-cache events of rank `rank` of the engine in `slot`. Return the changes of keys,
+        and whether the events contradict each other.
+        """
         told_rank = self._rank(slot, rank)
         known = self._slots[slot]
         changes: list[Changed] = []
@@ -374,8 +382,8 @@ class ExactIndex:
         *,
         rank: int = 0,
     ) -> None:
-        """Apply `changes` that `hear` returned in another process or earlier, without the events
-        that caused them.
+        """Apply changes of keys, as `hear` returns them, for a caller that does not have the events
+        themselves.
         """
         place = self._rank(slot, rank).place or self._new_place(slot, rank)
         place.mirror.engine_block_tokens = engine_block_tokens
@@ -408,7 +416,9 @@ class ExactIndex:
         self._count_places()
 
     def ranks_at(self, slot: int) -> int:
-        """Return the number of ranks of the engine in `slot`."""
+        """Return the number of data-parallel ranks of the engine in `slot`; 1 if it sends no
+        events.
+        """
         return len(self._slots[slot].ranks) if slot < len(self._slots) else 1
 
     def held_by_ranks(self, request: InferenceRequest, slot: int, now: Seconds) -> list[int]:
@@ -537,8 +547,8 @@ class ExactIndex:
         self.clear(slot)
 
     def expire(self, now: Seconds) -> None:
-        """Remove a bounded number of blocks of forgotten mirrors and of blocks above the memory
-        limit.
+        """Remove a bounded number of blocks: those of endpoints that left or restarted, and those
+        above the memory limit.
         """
         self._look_for_awaited(now)
         left = SWEPT_MAX
@@ -781,7 +791,7 @@ class ExactIndex:
 
     @property
     def _ranks(self) -> int:
-        """Return the total number of ranks of all endpoints."""
+        """Return the total number of data-parallel ranks of all endpoints."""
         return sum(len(known.ranks) for known in self._slots)
 
     def _blocks_left(self, known: SlotState, place: Place) -> int:
@@ -825,8 +835,8 @@ class ExactIndex:
     # Memory.
 
     def _sweep(self, place: Place, blocks_max: int) -> int:
-        """Remove at most `blocks_max` blocks of a forgotten place. Return how many were removed, at
-        least 1.
+        """Remove at most `blocks_max` blocks of a place whose endpoint left or restarted. Return
+        how many were removed, at least 1.
         """
         changes: list[Changed] = []
         given = place.mirror.give_up(blocks_max, changes)
@@ -846,8 +856,8 @@ class ExactIndex:
 
     @property
     def _spare(self) -> int:
-        """Return the number of blocks that still fit below the memory limit; below 0 if there are
-        too many.
+        """Return the number of blocks that the index may still store below its memory limit; below
+        0 if it stores too many.
         """
         return (self._memory_max_bytes - self.bytes_estimated) // (2 * ROW_BYTES)
 
@@ -877,8 +887,9 @@ class ExactIndex:
         return room
 
     def _give_up(self, blocks: int) -> None:
-        """Drop at least `blocks` blocks of the place with most blocks. It drops a share of the
-        place if that is more, so that this is not needed again at once.
+        """Drop at least `blocks` blocks of the rank with most blocks, to meet the memory limit. It
+        drops a share of the rank's blocks if that is more, so that this is not needed again at
+        once.
         """
         places = [place for place in self._places if place is not None and place.slot >= 0]
         if not places or not blocks:

@@ -17,7 +17,9 @@ from epp.core.types import Seconds
 LATE_S_MAX: Final[Seconds] = 30.0
 """Longest time in seconds for which the index waits for the events of one decision."""
 AWAITED_MAX: Final = 32
-"""Maximum number of decisions per endpoint whose events are awaited, spread over `LATE_S_MAX`."""
+"""Maximum number of decisions of one endpoint whose events the index awaits at a time, spread over
+`LATE_S_MAX`.
+"""
 
 
 class AwaitedEvents:
@@ -64,7 +66,7 @@ class AwaitedEvents:
         ttl_s: Seconds,
         stretch: Callable[[int, SlotState, float], None],
     ) -> bool:
-        """Check for awaited events a few times per `ttl_s`, the time to live of decisions.
+        """Check for awaited events a few times per `ttl_s`, the time to live of recent decisions.
 
         Call `stretch` with the slot of each endpoint, its state and the factor by which its
         decisions live longer. Return whether any endpoint became overdue or ceased to be.

@@ -20,13 +20,14 @@ UNLISTED_WEIGHT: Final = 0.5
 """Weight of a block in a tier that is neither the device nor listed in the configuration."""
 
 ROW_BYTES: Final = 92
-"""Memory of one row in bytes: of a key with its holders, of an engine's block, or of the tokens
-kept for a block that ends inside a step. Measured growth of a process in CPython 3.11, averaged
-over the fill of its tables.
+"""Memory in bytes of one row: of a key with its places, of an engine's block, or of the tokens that
+are stored for a block that ends inside a step.
+
+Measured growth of a process in CPython 3.11, averaged over the fill of its tables.
 """
 NUMBER_BYTES: Final = 48
-"""Memory in bytes of a number at the end of an engine's block, or of ours within it, that is not
-the key of a row.
+"""Memory in bytes of a stored integer at the end of an engine's block, or of an index's block
+within it, that is not the key of a row.
 """
 _BYTES: Final = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) *([KMGT]?)(I?)B?", re.IGNORECASE)
 _PREFIXES: Final = ("", "k", "m", "g", "t")
@@ -49,12 +50,12 @@ class TokenProcessorConfig(Parameters, frozen=True):
 
     @property
     def block_tokens(self) -> int:
-        """Return the effective number of tokens in a block."""
+        """Return the number of tokens in a block that results from these settings."""
         return self.block_size_tokens or self.block_size or BLOCK_TOKENS
 
 
 class TierWeight(Parameters, frozen=True):
-    """The value of a block in a tier, relative to one on the device."""
+    """The weight of a block in one tier, relative to a block on the device: 0 to 1."""
 
     name: Annotated[str, Meta(min_length=1)]
     weight: Annotated[float, Meta(ge=0, le=1)]
@@ -119,7 +120,7 @@ class KvBlockIndexConfig(Parameters, frozen=True):
 
     @property
     def memory_max_bytes(self) -> int | None:
-        """Return the smallest given memory size for the index, or None if none is given."""
+        """Return the smaller of the given memory sizes for the index, or None if none is given."""
         given: list[int | None] = []
         if self.in_memory_config is not None and self.in_memory_config.size is not None:
             given.append(2 * ROW_BYTES * self.in_memory_config.size)
@@ -179,7 +180,7 @@ class PodDiscoveryConfig(Parameters, frozen=True):
 
 
 class KvEventsConfig(Parameters, frozen=True):
-    """The settings for receiving KV-cache events."""
+    """The settings for receiving KV-cache events from engines."""
 
     zmq_endpoint: str = ""
     """Address at which the picker listens for engines, such as "tcp://*:5557". An engine then sends
@@ -193,7 +194,7 @@ class KvEventsConfig(Parameters, frozen=True):
     concurrency: Annotated[int, Meta(ge=1)] = 4
     engine_type: Literal["vllm", "sglang"] = "vllm"
     discover_pods: bool = True
-    """True if the picker connects to each endpoint of the pool."""
+    """True if the picker connects to each endpoint of the pool to receive its events."""
     pod_discovery_config: PodDiscoveryConfig = field(default_factory=PodDiscoveryConfig)
 
     def __post_init__(self) -> None:
@@ -274,11 +275,13 @@ class PrecisePrefixCacheParameters(Parameters, frozen=True):
 
     @property
     def block_tokens(self) -> int:
-        """Return the effective number of tokens in a block."""
+        """Return the number of tokens in a block that results from these parameters."""
         return self.token_processor_config.block_tokens
 
     def warnings(self) -> list[str]:
-        """Return one sentence for each parameter that has less effect than documented."""
+        """Return one sentence for each given parameter that has less effect than its documentation
+        says.
+        """
         found: list[str] = []
         processor, events = self.token_processor_config, self.kv_events_config
         if processor.block_size is not None:
@@ -309,7 +312,7 @@ class PrecisePrefixCacheParameters(Parameters, frozen=True):
         return found
 
     def weight_of(self, tier: str) -> float:
-        """Return the weight of a block in `tier`, relative to one on the device."""
+        """Return the weight of a block in `tier`, relative to a block on the device: 0 to 1."""
         for listed in self.indexer_config.kv_cache_backend_configs:
             if listed.name.lower() == tier:
                 return listed.weight

@@ -1,4 +1,6 @@
-"""The rows of the exact prefix index: for each key, the places that hold it, as a bit mask."""
+"""The rows of the exact prefix index: for each key, a bit mask of the places (engine ranks) that
+have it cached.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -16,7 +18,7 @@ class Rows:
         self.tiers: dict[str, dict[int, int]] = {DEVICE: {}}
         """Bit mask of the places that have a key cached, by tier, then by key."""
         self.entries = 0
-        """Number of (key, place) pairs in all tiers."""
+        """Number of (key, place) pairs in all tiers, that is, of cached keys of all places."""
         self._weights: dict[str, float] = {}
         self._weight_of: Callable[[str], float] = lambda _: 1.0
 
@@ -43,7 +45,7 @@ class Rows:
         """Apply stored and removed keys to the rows of the place with this bit; return how many
         rows were removed.
 
-        `known` is the state of the place's endpoint, or None if the place is forgotten.
+        `known` is the state of the place's endpoint, or None if the endpoint left or restarted.
         """
         new = gone = 0
         for changed in changes:

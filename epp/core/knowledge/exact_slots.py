@@ -1,4 +1,6 @@
-"""The state of endpoints and their ranks in the exact prefix index, apart from the rows."""
+"""The state that the exact prefix index stores of each endpoint and of its ranks, apart from the
+rows.
+"""
 
 from collections import deque
 from collections.abc import Iterable
@@ -26,7 +28,7 @@ class Place:
         self.number = number
         self.bit = 1 << number
         self.slot = slot
-        """Slot of the endpoint; -1 if the place is forgotten."""
+        """Slot of the endpoint; -1 if the endpoint left or restarted."""
         self.rank = rank
         self.mirror = mirror
         self.mirror_rows, self.mirror_numbers = 0, 0
@@ -59,7 +61,7 @@ class RankState:
 
 
 class SlotState:
-    """The state of one endpoint in the exact index, apart from its rows."""
+    """The state of one endpoint in the exact index, apart from its rows of cached keys."""
 
     __slots__ = ("awaited", "blocks_total", "overdue", "placed", "ranks", "sought")
 

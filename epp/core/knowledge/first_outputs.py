@@ -1,5 +1,5 @@
-"""The number of our requests at an endpoint that had their first output, from the counter on its
-page.
+"""The number of this picker's requests at an endpoint that had their first output, from the counter
+on the endpoint's page.
 
 Engines count the first tokens of all requests: `first_outputs_total` of a page. The increase since
 the last page are first outputs, oldest requests first. Some of them are already known, because the
@@ -60,7 +60,7 @@ class FirstOutputs:
         self.counted = False
         """True if the counter is usable to determine which prompts have been computed."""
         self.rose = False
-        """True if the last page counts more first outputs than the page before it."""
+        """True if the last page counts more first outputs than the page before the last one."""
         self.to_come_max = math.inf
         """Upper bound of the number of requests, of all pickers, without a first output at the last
         page.
@@ -142,11 +142,11 @@ class FirstOutputs:
         return whole - shown if self.counted else 0
 
     def _bound(self, metrics: EndpointMetrics) -> None:
-        """Update `to_come_max`.
+        """Update `to_come_max`, the upper bound of requests without a first output.
 
-        Running plus answered requests minus first outputs is the number of running requests without a
-        first output, plus what the engine counted differently before. The least value seen stands for
-        the latter; it is exact whenever the engine is idle.
+        Running plus answered requests minus first outputs is the number of running requests without
+        a first output, plus what the engine counted differently before. The least value seen stands
+        for the latter; it is exact whenever the engine is idle.
         """
         running, waiting = metrics.running_requests, metrics.waiting_requests
         begun = running + metrics.answers_total - metrics.first_outputs_total

@@ -124,7 +124,9 @@ class FullEndpoints:
             full.count_sent(now)
 
     def without_room(self, slots: Ints, now: Seconds) -> Ints:
-        """Return those of `slots` that may receive no request at `now`, in the same order."""
+        """Return those of `slots` whose full endpoints may receive no request at `now`, in the same
+        order.
+        """
         closed = [slot for slot, full in self.by_slot.items() if not full.has_room(now)]
         if not closed:
             return NO_SLOTS

@@ -23,25 +23,27 @@ chain that is new.
 
 
 EXACT: Final = "exact"
-"""Name of a column of an index fed by engines: 1.0 if it knows all cached blocks of the endpoint,
-so that other indexes are not needed for it.
+"""Name of a column of an index that receives KV-cache events: 1.0 if it knows all cached blocks of
+the endpoint, so that no other index is needed for it.
 """
 
 
 HOST_BLOCKS: Final = "host"
-"""Name of a column of an index fed by engines: leading blocks of the prompt in host memory, without
-a gap, from where other engines can fetch them.
+"""Name of a column of an index that receives KV-cache events: number of leading blocks of the
+prompt in host memory, without a gap, from where other engines can fetch them.
 """
 
 
 RANKS_MAX: Final = 64
-"""Maximum number of ranks of one engine: data-parallel engines behind one address, each with its
-own cache.
+"""Maximum number of data-parallel ranks of one engine, which share one address; each has its own
+cache.
 """
 
 
 class AffinityIndex(Protocol):
-    """The state that a strategy keeps about the requests sent to each endpoint (design D12)."""
+    """An affinity index: an estimate, for each endpoint, of what it has cached, learnt from the
+    requests that were sent to it (design D12). Other state, such as sessions, is possible.
+    """
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
         """Return how much of `request` each slot in `range(slots)` is estimated to have cached.
@@ -105,7 +107,9 @@ class SharedIndex(AffinityIndex, Protocol):
         ...
 
     def shared_entries(self) -> Iterator[tuple[int, Seconds, Sequence[bytes]]]:
-        """Yield (slot, stamp, keys) of the whole content, oldest first. It may change meanwhile."""
+        """Yield (slot, time, keys) of the whole content of the index, oldest first. The content may
+        change between two items.
+        """
         ...
 
 
@@ -139,7 +143,7 @@ class LimitsMemory(AffinityIndex, Protocol):
     """An affinity index that drops its oldest content when memory is scarce."""
 
     def limit_memory(self, share: float) -> None:
-        """Use at most `share` of the settings' `memory_max_bytes`, at once or soon."""
+        """Use at most `share` of the settings' `memory_max_bytes`, from now on or soon."""
         ...
 
 
@@ -147,7 +151,7 @@ class Heard(Struct, frozen=True, kw_only=True):
     """The result of applying KV-cache events of one engine to an index."""
 
     cleared: bool = False
-    """True if all cached blocks of the engine were dropped before the changes."""
+    """True if all cached blocks of the rank were dropped before these changes."""
     changes: Sequence[Changed] = ()
     """Keys that the engine stored or removed, in the order of its events."""
     engine_block_tokens: int = 0
@@ -155,8 +159,8 @@ class Heard(Struct, frozen=True, kw_only=True):
     faults: Sequence[Fault] = ()
     """Faults of the events that could not be applied."""
     unbalanced: bool = False
-    """True if the events contradict each other. They are dropped, and the engine must report
-    everything again.
+    """True if the events contradict each other. They are dropped, and the engine must report all
+    its cached blocks again.
     """
 
 
@@ -189,7 +193,8 @@ class HearsEngines(AffinityIndex, Protocol):
     def record(
         self, request: InferenceRequest, slot: int, now: Seconds, *, rank: int | None = None
     ) -> Any:
-        """Record as `AffinityIndex.record` does. `rank` is the rank that must serve, or None.
+        """Record as `AffinityIndex.record` does. `rank` is the data-parallel rank that must serve
+        the request, or None if the engine chooses.
 
         The engine in `slot` may have fewer ranks.
         """
@@ -217,8 +222,8 @@ class HearsEngines(AffinityIndex, Protocol):
     def change(
         self, slot: int, changes: Sequence[Changed], engine_block_tokens: int, *, rank: int
     ) -> None:
-        """Apply `changes` that `hear` of this index or of another one returned, for a caller
-        without the events.
+        """Apply changes of keys, as `hear` returns them, for a caller that does not have the events
+        themselves.
         """
         ...
 
@@ -263,7 +268,7 @@ class IndexMeasures(Struct, frozen=True, kw_only=True):
     lookups: Mapping[str, int] = field(default_factory=dict)
     """Number of look-ups by their result; "none" stands for look-ups without a match."""
     evictions: Mapping[str, int] = field(default_factory=dict)
-    """Number of evicted entries by cause."""
+    """Number of entries that were evicted, by cause."""
     known_from_peers: int = 0
 
     @property
@@ -333,7 +338,9 @@ class AffinityIndexSettings(Plugin, Protocol):
 
 
 def missing_verbs(abilities: Abilities, index: object) -> list[str]:
-    """Return the methods that an index with `abilities` lacks."""
+    """Return the names of the methods that `index` lacks although an index with these abilities
+    must have them.
+    """
     wanted = [
         verb
         for ability, verbs in VERBS.items()

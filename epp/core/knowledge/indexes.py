@@ -446,8 +446,8 @@ class Indexes(Mapping[str, AffinityIndex]):
         rank: int,
         cleared: bool,
     ) -> None:
-        """Apply `changes` that `hear` returned earlier to each index that receives KV-cache events,
-        for a caller without the events.
+        """Apply changes of keys, as `hear` returns them, to each index that receives KV-cache
+        events, for a caller that does not have the events.
         """
         if cleared:
             self._clear(slot, rank)
@@ -487,7 +487,8 @@ class Indexes(Mapping[str, AffinityIndex]):
     def tokens_by_rank(
         self, request: InferenceRequest, slot: int, now: Seconds
     ) -> Sequence[int] | None:
-        """Return the tokens of `request` that each rank of the engine in `slot` has cached.
+        """Return the number of tokens of `request` that each rank of the engine in `slot` has
+        cached.
 
         Return () if the engine has one rank or no index receives its events, and None if the index
         fails.
@@ -504,7 +505,8 @@ class Indexes(Mapping[str, AffinityIndex]):
         return ()
 
     def fewest_ranks(self, slots: Sequence[int]) -> int | None:
-        """Return the smallest number of ranks of the engines in `slots`, or None if the index fails.
+        """Return the smallest number of ranks of the engines in `slots`, or None if the index
+        fails; 1 if no index receives events.
 
         `slots` must not be empty.
         """

@@ -63,7 +63,7 @@ class Ending(StrEnum):
 
 
 class Outcome(Struct, frozen=True, kw_only=True, gc=False):
-    """The outcome of a request, as part of the event `RequestEnded`."""
+    """The outcome of a request: how it ended, with what status and how many tokens."""
 
     ending: Ending = Ending.COMPLETE
     status: int | None = None
@@ -135,8 +135,8 @@ class Lease(Struct, eq=False, gc=False):
     prefilled: bool = False
     """True once the prompt of this request is known to be computed, or known never to be."""
     assumed: bool = False
-    """True if the request's tokens drained without any evidence of first outputs; a first output
-    that is seen later is not counted again.
+    """True if the request's prompt was assumed to be computed without any evidence of first
+    outputs. A first output that is seen later is not counted again.
     """
     recorded: dict[str, tuple[object, Any]] = field(default_factory=dict)
     """Pair of each affinity index and the data that undoes its `record` for this request, by name
@@ -148,8 +148,8 @@ class Lease(Struct, eq=False, gc=False):
     """True if the request is a probe of an ejected endpoint (module `ejection`)."""
 
     def undrain(self) -> float:
-        """Set the request's tokens to compute to all uncached ones again; return how many had
-        drained.
+        """Set the request's tokens to compute to all uncached ones again. Return the number of
+        tokens that had been assumed to be computed.
         """
         drained = self.uncached_tokens - self.prefill_tokens
         self.prefill_tokens = self.uncached_tokens
@@ -171,21 +171,21 @@ class _Backlog:
     def __init__(self, believed_tokens_per_s: float) -> None:
         self.queue: deque[Lease] = deque()
         self.drained: deque[Lease] = deque()
-        """Requests older than those of `queue` whose tokens have drained. Evidence of their first
-        outputs is still expected.
+        """Requests older than those of `queue` that are assumed to be computed. Evidence of their
+        first outputs is still expected.
         """
         self.first_outputs = FirstOutputs()
         self.scraped_at_s: Seconds = -math.inf
         self.shown_at_s: Seconds = -math.inf
-        """Time of the last first chunk of a streamed answer that the picker saw from the endpoint."""
+        """Time at which the picker last saw the first chunk of a streamed answer from the endpoint."""
         self.speed = LearntSpeed(believed_tokens_per_s)
         self.busy_since_s: Seconds = -math.inf
         """Time at which a page or an answer last showed that the endpoint had pending tokens; -inf
         if the last one showed none.
         """
         self.counted_last = False
-        """True if the speed was measured in the interval before the last evidence, and that
-        evidence showed pending tokens.
+        """True if the speed was measured in the interval before the last observation, and that
+        observation showed pending tokens.
         """
         self.begun_tokens = 0.0
         """Estimated number of tokens of `queue` that were computed when the last page was read."""
@@ -209,7 +209,9 @@ class _Backlog:
         return self.unhindered_tokens
 
     def let_go(self, first: Lease, now: Seconds) -> None:
-        """Record that all tokens of `first`, the oldest request in the queue, have drained."""
+        """Record that the prompt of `first`, the oldest request in the queue, is assumed to be
+        computed.
+        """
         counted = self.first_outputs.counted
         shown = first.request.stream and self.shown_at_s > -math.inf
         if first.prefilled:
@@ -228,8 +230,8 @@ class _Backlog:
                 self.first_outputs.assumed()
 
     def restore(self) -> float:
-        """Restore the tokens that have drained from requests without a first output. Return how
-        many these were.
+        """Count the tokens that were only assumed to be computed as pending again. Return how many
+        these were.
         """
         queue, restored = self.queue, 0.0
         if queue and not queue[0].prefilled:
@@ -242,7 +244,7 @@ class _Backlog:
         return restored
 
     def worked(self, computed: float, now: Seconds, *, busy: bool) -> bool:
-        """Measure the prefill speed in the interval since the last evidence. Return False if the
+        """Measure the prefill speed in the interval since the last observation. Return False if the
         interval does not count.
 
         `computed` is the number of tokens that were computed in the interval. `busy` is True if
@@ -258,11 +260,13 @@ class _Backlog:
         return counts
 
     def progress(self, computed: float, since_s: Seconds) -> float:
-        """Return the estimated tokens of the queue that were computed before the page that was read now.
+        """Return the estimated number of tokens of the queue that were computed before the page
+        that was read now.
 
-        `computed` are the tokens of the prompts whose first output this page shows. `since_s` is the time since
-        the page before. The engine does not pause while prompts wait. All that it computed beyond `computed`
-        belongs to the oldest prompt, because that prompt has no first output yet.
+        `computed` are the tokens of the prompts whose first output this page shows. `since_s` is
+        the time since the page before. The engine does not pause while prompts wait. All that it
+        computed beyond `computed` belongs to the oldest prompt, because that prompt has no first
+        output yet.
         """
         worked = since_s * self.speed.tokens_per_s
         begun, self.begun_tokens = self.begun_tokens + worked - computed, 0.0
@@ -363,7 +367,9 @@ class InflightLedger:
         return [sent.get(rank, 0) for rank in range(ranks)]
 
     def first_output(self, lease: Lease, now: Seconds) -> None:
-        """Record the first output of the request, which shows that its prompt is prefilled."""
+        """Record the first output of the request of `lease`, which shows that its prompt is
+        prefilled.
+        """
         if lease.first_output_at_s is None:
             lease.first_output_at_s = now
         if lease.prefilled or not self.is_live(lease):
@@ -531,7 +537,9 @@ class InflightLedger:
         self._believe_speed(slot, None)
 
     def is_live(self, lease: Lease) -> bool:
-        """Return whether the lease is open and its endpoint has neither left nor restarted."""
+        """Return whether the lease is open and its endpoint has neither left nor restarted since
+        the lease was opened.
+        """
         return lease.slot >= 0 and lease.generation == self._generations.get(lease.slot, 0)
 
     def _charge(self, lease: Lease, prefill_tokens: float, now: Seconds) -> None:
@@ -555,7 +563,7 @@ class InflightLedger:
         lease.ahead_tokens = queued.ahead_of(prefill_tokens, speed, now)
 
     def _believe_speed(self, slot: int, backlog: _Backlog | None) -> None:
-        """Set the drain speed of `slot` to the configured prefill speed."""
+        """Set the speed at which pending tokens of `slot` fall to the configured prefill speed."""
         speed = self._columns.prefill_tokens_per_s.item(slot)
         self._columns.prefill_drain_tokens_per_s[slot] = speed
         if backlog is not None:
@@ -594,7 +602,9 @@ class InflightLedger:
                 queue.remove(lease)
 
     def _drain(self, slot: int, now: Seconds) -> None:
-        """Drain the tokens that `slot` has prefilled since the last call, oldest prompt first."""
+        """Subtract the tokens that the endpoint in `slot` is assumed to have prefilled since the
+        last call, oldest prompt first.
+        """
         columns = self._columns
         elapsed_s = now - columns.prefill_drained_at_s.item(slot)
         if elapsed_s < 0.0:

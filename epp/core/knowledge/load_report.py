@@ -1,7 +1,6 @@
-"""Parser of the load that an engine reports in response headers. Pure.
+"""Parser of the load that an engine reports in a response header. It has no I/O.
 
 vLLM adds `endpoint-load-metrics` to answers that are not streamed, if the request asked for it:
-
     TEXT named_metrics.kv_cache_usage_perc=0.4, named_metrics.num_requests_waiting=2.0
     JSON {"named_metrics": {"kv_cache_usage_perc": 0.4, "num_requests_waiting": 2.0}}
 
@@ -20,7 +19,7 @@ LOAD_REPORT_HEADER: Final = "endpoint-load-metrics"
 LOAD_REPORT_REQUEST_HEADER: Final = "endpoint-load-metrics-format"
 LOAD_REPORT_FORMAT: Final = "TEXT"
 LENGTH_MAX: Final = 1_024
-"""Maximum length of the header in characters: ten times what vLLM sends."""
+"""Maximum length in characters of a load-report header: ten times what vLLM sends."""
 _VALUE_MAX: Final = 1e15
 _NUMBER_LENGTH_MAX: Final = 32
 _PREFIX: Final = "named_metrics."

@@ -15,7 +15,9 @@ from epp.core.types import Seconds
 
 ADAPTERS_MAX: Final = 8_192
 NAMES_MAX: Final = 256
-"""Maximum number of stored base-model names and of unknown names; clients choose these names."""
+"""Maximum number of stored names of the base model, and of watched unknown names; clients choose
+these names.
+"""
 AWAITED_S: Final[Seconds] = 10.0
 """Time in seconds within which at most `AWAITED_MAX` requests of one unknown name are watched."""
 AWAITED_MAX: Final = 8

@@ -105,7 +105,7 @@ class Outlier(Struct, frozen=True, kw_only=True):
     ejected: bool
     """True if the endpoint is ejected: it receives no requests, or only probes."""
     probed: bool = False
-    """True if the ejected endpoint is being probed with single requests."""
+    """True if the endpoint is ejected and being probed with single requests."""
     failure_share: float = math.nan
     """Share of errors among the endpoint's answers in the window, 0 to 1; NaN if there were too few
     answers.

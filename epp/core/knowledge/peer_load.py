@@ -1,5 +1,5 @@
-"""The requests that peers have in flight, as each peer reports them, apart from our own (design
-D17).
+"""The load that peers report for their own requests in flight, apart from this picker's load
+(design D17).
 
 A peer reports absolute numbers, never differences, so the next report repairs a lost one. The
 numbers of a peer are dropped when it leaves.

@@ -1,4 +1,6 @@
-"""The pool of endpoints: their columns, and the selection of those that may receive requests now."""
+"""The pool of endpoints: their state in columns, and the selection of those that may receive
+requests now.
+"""
 
 import ipaddress
 import math
@@ -34,7 +36,9 @@ unreachable. A single one may be an accident.
 
 
 class Standing(StrEnum):
-    """The rank of an endpoint for new requests: ready, or the reason why it is not preferred."""
+    """The standing of an endpoint for new requests: ready, or the reason why other endpoints are
+    preferred.
+    """
 
     READY = "ready"
     UNREACHABLE = "unreachable"
@@ -95,8 +99,8 @@ class EndpointPool:
         self._slot_by_id: dict[str, int] = {}
         self._slot_by_address: dict[str, int] = {}
         self._canonical: dict[str, str] = {}
-        """Canonical spelling of each endpoint's address, by the spelling that the endpoint itself
-        uses.
+        """Canonical spelling of the address of each endpoint, by the spelling that the endpoint
+        itself uses.
         """
         self._slots_by_ip: dict[str, list[int]] = {}
         self._members: list[_Member | None] = []
@@ -132,7 +136,9 @@ class EndpointPool:
         return slot if present.incarnation == endpoint.incarnation else None
 
     def slot_at(self, address: str) -> int | None:
-        """Return the slot of the endpoint at `address` ("ip:port"), or None."""
+        """Return the slot of the endpoint at `address` ("ip:port"), or None if there is none in the
+        pool.
+        """
         slot = self._slot_by_address.get(address)
         return self._slot_by_address.get(canonical_address(address)) if slot is None else slot
 
@@ -276,7 +282,8 @@ class EndpointPool:
         return sum(m is not None and m.set_aside_at_s is not None for m in self._members)
 
     def standings(self, now: Seconds, staleness_s: Seconds) -> dict[int, Standing]:
-        """Return the standing of each endpoint by slot; metrics older than `staleness_s` are stale.
+        """Return the standing of each endpoint by slot. Metrics older than `staleness_s` seconds
+        are stale.
 
         If no endpoint serves metrics, none counts as stale.
         """
@@ -396,7 +403,9 @@ class EndpointPool:
         return slot
 
     def _restart(self, slot: int, now: Seconds) -> None:
-        """Drop the observations and the requests in flight of an endpoint whose process is new."""
+        """Drop the scraped values and the requests in flight of an endpoint whose process
+        restarted.
+        """
         endpoint = self.columns.endpoints[slot]
         self._unreachable.discard(slot)
         self.columns.clear(slot)
@@ -423,8 +432,8 @@ class EndpointPool:
 
 
 def canonical_address(text: str) -> str:
-    """Return "ip:port" or a bare IP address in canonical spelling: IPv6 shortest, in brackets
-    before a port.
+    """Return the address `text`, "ip:port" or a bare IP address, in canonical spelling: IPv6
+    shortest, in brackets before a port.
 
     Any other text is returned unchanged; it equals no endpoint's address.
     """

@@ -127,7 +127,7 @@ class PrefixIndexSettings(
     block_size_tokens: Annotated[int, Meta(ge=1)] = BLOCK_TOKENS_MIN
     """Number of tokens in a block; values below 64 become 64."""
     block_size: Annotated[int, Meta(ge=1)] | None = None
-    """Deprecated name; it applies while `blockSizeTokens` has its default."""
+    """Deprecated name of `blockSizeTokens`; it applies while that one has its default."""
     lru_capacity_per_server: Annotated[int, Meta(ge=1)] = 31_250
     """Maximum number of blocks that an endpoint is assumed to have cached, if its engine reports no
     cache size or `autoTune` is off.
@@ -154,7 +154,7 @@ class PrefixIndexSettings(
 
     @property
     def block_tokens(self) -> int:
-        """Return the effective number of tokens in a block."""
+        """Return the number of tokens in a block that results from these settings."""
         size = self.block_size_tokens
         if self.block_size is not None and size == BLOCK_TOKENS_MIN:
             size = self.block_size
@@ -162,7 +162,9 @@ class PrefixIndexSettings(
 
     @property
     def blocks_max(self) -> int:
-        """Return the effective maximum number of blocks to look up in a prompt."""
+        """Return the maximum number of blocks of a prompt to look up that results from these
+        settings.
+        """
         limit = self.max_prefix_blocks_to_match or CHAIN_BLOCKS_MAX
         if self.max_prefix_tokens_to_match:
             limit = self.max_prefix_tokens_to_match // self.block_tokens
@@ -285,7 +287,9 @@ class PrefixIndex:
         self.block_tokens: Final = settings.block_tokens
         self.statistics: Final = PrefixStatistics()
         self.entries = 0
-        """Number of (block, endpoint) pairs, including expired ones that are not yet removed."""
+        """Number of (block, endpoint) pairs in the index, including expired ones that are not yet
+        removed.
+        """
         self._sweep_holdings_max = sweep_holdings_max
         self._first: dict[bytes, _Node] = {}
         self._slots: list[_Slot] = []
@@ -327,8 +331,8 @@ class PrefixIndex:
         return True
 
     def limit_memory(self, share: float) -> None:
-        """Limit the index to `share` of `memoryMaxBytes`; the excess is dropped with later prompts
-        and sweeps.
+        """Limit the memory of the index to `share` of `memoryMaxBytes`; the excess is dropped with
+        later prompts and sweeps.
         """
         self._memory_share = share
         self._memory_max_bytes = int(share * self._settings.memory_max_bytes)
@@ -336,8 +340,8 @@ class PrefixIndex:
     # Look-ups.
 
     def match(self, request: InferenceRequest, slots: int, now: Seconds) -> Affinity:
-        """Return the leading full blocks that each slot holds, summed over the prompts of the
-        request.
+        """Return the number of leading full blocks that each slot is estimated to have cached,
+        summed over the prompts of the request.
         """
         chains = self._chains(request)
         size = max(slots, len(self._slots), 1)

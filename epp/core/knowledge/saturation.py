@@ -17,12 +17,12 @@ from epp.core.types import Seconds
 class UtilizationDetector(
     Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True
 ):
-    """Drop endpoints that are fuller than 1 + `headroom`; keep all if that would leave none.
+    """Drop endpoints whose utilization is above 1 + `headroom`; keep all if that would leave none.
 
     The utilization of an endpoint is the larger one of its queue and its KV cache, 1.0 at the
     thresholds: max(waiting / `queue_depth_threshold`, KV usage / `kv_cache_util_threshold`).
-    Formula and defaults are the reference picker's. An endpoint counts as full if its metrics are
-    stale or missing, or if its engine refused a request since its last good scrape.
+    Formula and defaults are the reference picker's. An endpoint counts as full (1.0) if its metrics
+    are stale or missing, or if its engine refused a request since its last good scrape.
     """
 
     type_name: ClassVar[str] = "utilization-detector"

@@ -20,7 +20,9 @@ turns returns to the same picker. That is one of eight requests.
 
 
 class SessionReturns:
-    """The sessions seen by one picker, which sees only some of their turns if there are others."""
+    """The sessions that this picker saw. It sees only some of a session's turns if there are other
+    pickers.
+    """
 
     def __init__(self) -> None:
         self._known: OrderedDict[int, None] = OrderedDict()

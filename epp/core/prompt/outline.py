@@ -151,8 +151,8 @@ def _folded(symbols: Symbols) -> Symbols:
 
 
 def _has_more_pieces(symbols: Symbols, pieces_max: int) -> bool:
-    """Return whether the bytes have more than `pieces_max` pieces. If texts are not blanked, the
-    result may be True wrongly, but not False.
+    """Return whether the bytes have more than `pieces_max` pieces. If texts are not blanked, they
+    may count as pieces, so that True may be wrong.
     """
     pieces, innermost = 0, 1
     for start in range(0, len(symbols), _SLICE_BYTES):

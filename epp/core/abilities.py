@@ -1,5 +1,5 @@
-"""Optional abilities of plugins. A class declares its abilities; the code never detects them by
-inspection.
+"""Optional abilities of plugins. A plugin class declares its abilities; the framework never detects
+them by inspection.
 """
 
 from enum import StrEnum

@@ -72,7 +72,9 @@ def misfit(place: str, problem: Exception, kind: Any) -> str:
 
 
 def _values(kind: inspect.Type, place: str) -> list[str]:
-    """Return the values that may stand at `place` in a document of `kind`, or [] if any value may."""
+    """Return the values that are allowed at `place` in a document of type `kind`, or [] if any
+    value is.
+    """
     if isinstance(kind, inspect.UnionType):
         return next((found for one in kind.types if (found := _values(one, place))), [])
     step = _STEP.match(place)

@@ -58,7 +58,7 @@ class PluginFailures:
     def __init__(self) -> None:
         self._failing: dict[str, FailingPlugin] = {}
         self.so_far = 0
-        """Total number of failures, including those of plugins that are no longer configured."""
+        """Total number of failures of plugins, including plugins that are no longer configured."""
 
     def __len__(self) -> int:
         return len(self._failing)

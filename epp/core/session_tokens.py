@@ -1,4 +1,5 @@
-"""Session tokens, which a client sends back to reach the endpoint that served it before.
+"""Session tokens. A client sends its token back, so that its request reaches the endpoint that
+served it before.
 
 A token is a keyed hash (HMAC-SHA256) of the endpoint's identity. It reveals nothing about the
 endpoint, and it cannot be created without the key. Every replica with the key creates the same

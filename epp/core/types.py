@@ -216,7 +216,7 @@ class Refusal(Struct, frozen=True, kw_only=True):
     status: int
     """HTTP status of the response to the client: 400, 408, 413, 429 or 503."""
     message: str
-    """One sentence for the client: what happened, where, and what was expected."""
+    """One sentence for the client: what happened, where, and what was expected instead."""
     param: str | None = None
     """Path of the member of the body that is at fault, such as "$.model", or None if no single
     member is.

@@ -30,7 +30,7 @@ _Found = TypeVar("_Found")
 
 
 class _FoundOnce(Generic[_Found]):
-    """A cached property without a lock.
+    """A property that is computed once, without a lock.
 
     Up to Python 3.11, `functools.cached_property` takes a lock. That costs more than the values
     that are computed here.
@@ -60,7 +60,9 @@ class Ranking(Struct, frozen=True, kw_only=True, dict=True):
 
     scorers: tuple[str, ...]
     scored: Scored
-    """Scores with a row for each of `scorers` and a column for each candidate."""
+    """Score of each candidate by each scorer: a row for each of `scorers`, a column for each
+    candidate.
+    """
     picked: int
     """Position of the chosen endpoint among the candidates."""
 

@@ -42,13 +42,15 @@ class Staleness(Struct, frozen=True):
     """
 
     age_s_max: Seconds
-    """Age of metrics in seconds above which they are stale."""
+    """Age in seconds above which an endpoint's metrics are stale."""
     unreachable: Bools
     """True for each endpoint slot whose scrapes get no answer."""
 
 
 class Choice(Struct, frozen=True, gc=False):
-    """The endpoint that a profile chose for one request, and how it did so."""
+    """The endpoint that a profile chose for one request, with the candidates and scores that led to
+    the choice.
+    """
 
     offered: Candidates
     """Candidates from which the filters started."""
@@ -59,7 +61,7 @@ class Choice(Struct, frozen=True, gc=False):
     "stale-metrics" or "unreachable".
     """
     scored: Scored
-    """Scores of the ranked candidates."""
+    """Scores of the candidates in `ranked`, and their weighted sums."""
     picked: list[int]
     """Positions of the picker plugin's choices among the ranked candidates, the destination first;
     at least one.

@@ -39,7 +39,7 @@ class Cost(Struct, frozen=True):
     chosen endpoint, then one for the runner-up.
     """
     first_token_parts: tuple[str, ...] = ()
-    """Names of the parts that the request waits through before its first token."""
+    """Names of those parts of the cost that the request waits through before its first token."""
 
     @property
     def first_token(self) -> float | None:
@@ -73,7 +73,7 @@ class Cost(Struct, frozen=True):
 
 
 class CostError(Exception):
-    """A plugin returned something that is not a cost. The message says what it returned."""
+    """An error: a scorer returned something that is not a cost. The message says what it returned."""
 
 
 def cost_of(

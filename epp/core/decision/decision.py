@@ -14,7 +14,7 @@ class Decision(Struct, frozen=True, kw_only=True, gc=False):
     """The placement of one request: its decision record, and the plugins that set headers for it."""
 
     account: Account
-    """Record of the decision, with its reasons."""
+    """Record of the decision: the request, the chosen endpoint and the reasons."""
     leg: Leg
     """First leg of the decision record, whose endpoint receives the request from the gateway."""
     markers: tuple[Marker, ...] = ()

@@ -43,7 +43,7 @@ class _Named(Protocol):
 
 
 class _Set:
-    """The cached scores of one set of candidates."""
+    """The cached scores that the scorers gave to one set of candidates."""
 
     __slots__ = ("by_model", "model", "scores", "seen", "version")
 
@@ -59,7 +59,7 @@ class _Set:
         none was.
         """
         self.model = ""
-        """Model for which the rows of scorers that read the model are valid."""
+        """Name of the model for which the rows of scorers that read the model are valid."""
         self.by_model: OrderedDict[tuple[int, str], tuple[int, Floats | float]] = OrderedDict()
         """Version of the columns and the scores, by (row, model), least recently used first."""
 

@@ -32,7 +32,9 @@ KEPT_READS: Final = (*VERSIONED, MODEL)
 cached until one of them changes.
 """
 PREFIX_READS: Final = ("matched_blocks", "total_blocks", "uncached_tokens", "cold")
-"""Columns that the default prefix index fills; it is created if any plugin reads one of them."""
+"""Names of the columns that the default prefix index fills; it is created if any plugin reads one
+of them.
+"""
 TOKEN_READS: Final = ("token_ids", "token_media", "known_tokens")
 """Request fields that a `token-producer` fills; if a plugin reads one of them, requests wait for
 the tokens.
@@ -124,7 +126,8 @@ class MarksResponses(Plugin, Protocol):
     def response_headers(
         self, request: InferenceRequest, endpoint: Endpoint, served: str, /
     ) -> Mapping[str, str]:
-        """Return headers to set on the response to `request`, which was routed to `endpoint`.
+        """Return the headers to set on the response to `request`, which was routed to `endpoint`,
+        by name.
 
         `served` is the address that the gateway reports as the origin of the response, or "" if it
         reports none.

@@ -126,8 +126,8 @@ class Scheduler:
         self.outlying: dict[int, Outlier] = {}
         """Reason of each endpoint that was an outlier at the last tick, by slot."""
         self.full = FullEndpoints()
-        """Endpoints that refused requests because they are full; they receive fewer requests for a
-        while.
+        """Endpoints that are full because they refused requests for lack of capacity; they receive
+        fewer requests for a while.
         """
         self.accuracy = HitAccuracy()
         """Comparison of the cache hits that decisions predict with the hits that engines count."""
@@ -230,7 +230,7 @@ class Scheduler:
         return None if slot is None else self.indexes.held(request, slot)
 
     def tell_peers(self) -> None:
-        """Collect decisions for peers in `sent` from now on, and count the requests that peers have
+        """Begin to collect decisions for peers in `sent`, and to count the requests that peers have
         in flight.
         """
         self.sent = deque(maxlen=SENT_MAX)

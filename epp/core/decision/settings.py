@@ -1,4 +1,4 @@
-"""The settings of a scheduler."""
+"""The settings that determine the decisions of a scheduler."""
 
 from collections.abc import Mapping
 

@@ -112,7 +112,7 @@ class Shadow:
     def of(
         cls, settings: SchedulerSettings, seed: int, totals: ShadowTotals, failures: PluginFailures
     ) -> "Shadow | None":
-        """Return the shadow profile of `settings`, or None if there is none."""
+        """Return a `Shadow` for the shadow profile of `settings`, or None if they have none."""
         profile = settings.shadow
         failures.retain(() if profile is None else profile.plugin_names)
         if profile is None:

@@ -39,9 +39,11 @@ class Level(StrEnum):
     """The level of detail of a journal."""
 
     DECISIONS = "decisions"
-    """Decisions and refusals with their scores, outcomes, and the states of endpoints."""
+    """The journal records decisions and refusals with their scores, outcomes, and the states of
+    endpoints.
+    """
     INPUTS = "inputs"
-    """Everything that a scheduler needs to decide the same again."""
+    """The journal records everything that a scheduler needs to make the same decisions again."""
 
 
 class _Event(
@@ -162,7 +164,9 @@ class Shape(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     media: bytes = b""
     """Keyed hash of eight bytes of each distinct image, audio or video, if an index uses them."""
     known_tokens: int = 0
-    """Number of prompt tokens by the token ids, if it differs from `prompt_tokens`; 0 if unknown."""
+    """Number of prompt tokens counted by token ids, if it differs from `prompt_tokens`; 0 if
+    unknown or equal.
+    """
 
 
 class Scheduled(_Event, frozen=True, kw_only=True):
@@ -358,9 +362,9 @@ class Asked(Struct, frozen=True, gc=False):
     token_chains: tuple[bytes, ...] = ()
     """Chain of block hashes of each prompt over its token ids; () if the ids are unknown."""
     media: tuple[bytes, ...] = ()
-    """Hashes of images and other media, if an index uses them."""
+    """Hash of each distinct image, audio or video in the prompts, if an index uses them."""
     known_tokens: int = 0
-    """Number of prompt tokens by their token ids; 0 if unknown."""
+    """Number of prompt tokens counted by token ids; 0 if unknown."""
 
 
 class Seen(Struct, frozen=True, gc=False):

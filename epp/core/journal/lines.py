@@ -95,7 +95,9 @@ class CaptureLine(Struct, kw_only=True, omit_defaults=True, gc=False):
     token_blocks: tuple[bytes, ...] = ()
     """Block hashes of each prompt over the engine's token ids, each like `blocks`."""
     known_tokens: TokenCount = 0
-    """Number of prompt tokens by the token ids, if it differs from `prompt_tokens`; 0 if unknown."""
+    """Number of prompt tokens counted by token ids, if it differs from `prompt_tokens`; 0 if
+    unknown or equal.
+    """
     media: bytes = b""
     """Hash of eight bytes of each distinct image, audio or video, if plugins use them."""
 

@@ -106,25 +106,31 @@ class _Floating(Struct, gc=False):
 
 
 class _Tier:
-    """The blocks of one tier, by the engine's hashes. "Ours" are the picker's own blocks and keys."""
+    """The blocks of one tier, by the engine's hashes. A key stands for one block of the picker's
+    index.
+    """
 
     __slots__ = ("blocks", "copies", "more", "more_keys", "tails")
 
     def __init__(self) -> None:
         self.blocks: dict[int, int] = {}
-        """End of each block: the key of ours with which it ends, as the very object of the index.
-        If the block ends inside one of ours, it is a value of `_end` below 0.
+        """End of each block, by the engine's hash. It is the key of the index's block that ends
+        there, as the very object of the index. If none ends there, it is a value of `_end` below 0.
         """
         self.tails: dict[int, bytes] = {}
         """Tail of each block that ends inside a step: the `_end` before that step, then the tokens
         after it.
         """
         self.more: dict[int, tuple[int, ...]] = {}
-        """Keys of ours that end within a block of the engine but not at its end."""
+        """Keys of the index's blocks that end within a block of the engine but not at its end, by
+        the engine's hash.
+        """
         self.more_keys = 0
-        """Number of keys in `more`."""
+        """Total number of keys in the tuples of `more`."""
         self.copies: dict[int, int] = {}
-        """Number of copies of each block that is stored more than once."""
+        """Number of copies of each block that the engine stored more than once, by the engine's
+        hash.
+        """
 
     def __len__(self) -> int:
         return len(self.blocks) + len(self.tails)
@@ -140,9 +146,9 @@ class _Group:
     def __init__(self, kind: str, window: int) -> None:
         self.kind = kind
         self.window = window
-        """Number of tokens that the group looks back; 0 if not reported."""
+        """Number of tokens that the group looks back from the end of a prompt; 0 if not reported."""
         self.held: dict[int, int] = {}
-        """Number of copies of each block, by the engine's hash."""
+        """Number of cached copies of each block, by the engine's hash."""
 
     def blocks_needed(self, blocks: int, block_tokens: int) -> int:
         """Return how many of the last `blocks` blocks of a prompt must be cached to continue after
@@ -244,7 +250,7 @@ class Mirror:
     # Events.
 
     def store(self, stored: Stored, changes: list[Changed], room: int) -> Fault | None:
-        """Apply the store of a run of blocks. Keys of ours that become cached are added to
+        """Apply the store of a run of blocks. Keys of the picker that become cached are added to
         `changes`. Return a fault if the run is unusable.
 
         `room` limits the growth of `len`; blocks beyond it are not stored.
@@ -292,8 +298,8 @@ class Mirror:
                     runs += [self._attached(waiting) for waiting in self._floating.pop(block, ())]
 
     def remove(self, removed: Removed, changes: list[Changed]) -> None:
-        """Apply the removal of blocks, or of one copy of each. Keys of ours that are no longer
-        cached are added to `changes`.
+        """Apply the removal of blocks, or of one copy of each. Keys of the picker that are no
+        longer cached are added to `changes`.
         """
         if not removed.local:
             return
@@ -387,8 +393,8 @@ class Mirror:
         return given
 
     def supported(self, steps: Sequence[int], blocks: int) -> int:
-        """Return how many of `blocks` cached blocks of ours a prompt can use, because every group
-        has what it needs there.
+        """Return how many of `blocks` cached blocks of the index a prompt can use, because every
+        group has what it needs there.
 
         `steps` are the hashes of the prompt's steps.
         """
@@ -431,8 +437,8 @@ class Mirror:
         return None
 
     def _follow(self, stored: Stored, start: _Start, tier: _Tier, room: int) -> list[int]:
-        """Store each block of the run, which begins at `start`. Return the keys of ours that are
-        new.
+        """Store each block of the run, which begins at `start`. Return the keys of the picker that
+        are new.
         """
         size = stored.block_tokens
         self.engine_block_tokens = max(self.engine_block_tokens, size)
@@ -448,8 +454,8 @@ class Mirror:
     def _follow_even(
         self, stored: Stored, start: _Start, tier: _Tier, steps: int, new: list[int]
     ) -> None:
-        """Store the blocks of a run whose block size divides ours. There must be room for all. New
-        keys are added to `new`.
+        """Store the blocks of a run whose block size divides that of the index. There must be room
+        for all. New keys are added to `new`.
         """
         chain = chained(stored.tokens, start.key, self.step_tokens * TOKEN_BYTES)
         hashes = chain[steps - 1 :: steps] if steps > 1 else chain
@@ -475,8 +481,8 @@ class Mirror:
     def _follow_odd(
         self, stored: Stored, start: _Start, tier: _Tier, room: int, new: list[int]
     ) -> None:
-        """Store the blocks of a run whose size does not divide ours, or that have media, a salt or
-        tails. New keys are added to `new`.
+        """Store the blocks of a run whose size does not divide that of the index, or that have
+        media, a salt or tails. New keys are added to `new`.
         """
         step_bytes = self.step_tokens * TOKEN_BYTES
         block_bytes = stored.block_tokens * TOKEN_BYTES
@@ -697,7 +703,7 @@ class Mirror:
 
 def _end(step: int, steps: int) -> int:
     """Return one integer for the end of a block: `step` is its last hash, `steps` the number of
-    steps since the last key of ours. It is the key itself if `steps` is 0, else below 0.
+    steps since the last key of the picker. It is the key itself if `steps` is 0, else below 0.
     """
     return -(steps << _KEY_BITS | step) if steps else step
 

@@ -66,11 +66,11 @@ _HIDES: Final = frozenset(
 
 
 class BlockExtra(Struct, frozen=True, gc=False):
-    """The properties of a block apart from its tokens."""
+    """The properties of a block that affect its hash, apart from its tokens."""
 
     media: tuple[tuple[str, int], ...] = ()
-    """Media that begin in the block, in order: identifier, and position of their first token in the
-    block.
+    """Media that begin in the block, in order, as (identifier, position of the first token in the
+    block).
     """
     salt: str = ""
 
@@ -83,10 +83,12 @@ class Stored(Struct, frozen=True, gc=False):
     parent: int | None = None
     """Engine's hash of the block before the first, or None if the run starts a prompt."""
     tokens: bytes = b""
-    """Token ids of all blocks, 4 little-endian bytes each; b"" if only hashes were reported."""
+    """Token ids of all blocks of the run, 4 little-endian bytes each; b"" if only hashes were
+    reported.
+    """
     block_tokens: int = 0
     tier: str = DEVICE
-    """Name of the tier in lower case."""
+    """Name of the tier that has the blocks, in lower case."""
     adapter: str = ""
     extras: tuple[BlockExtra, ...] = ()
     """Properties of each block apart from its tokens; () if no block has any."""

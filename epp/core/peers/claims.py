@@ -42,10 +42,11 @@ def claims_max(columns: Columns, slots: _Ints, now: Seconds) -> tuple[_Ints, _Fl
     """Return the largest plausible load of one peer at each of `slots`: the number of requests,
     int64[n], and their uncached prompt tokens, float64[n].
 
-    Requests are those that the page showed, without ours as far as it can include them, plus those
-    that may have been sent since. Tokens are counted for requests that the page showed waiting or
-    that were sent since. Each counts as `PROMPT_TOKENS_RATIO` times our average in flight, or as
-    `PROMPT_TOKENS` if we have none. The prompt of a running request is mostly prefilled.
+    Requests are those that the page showed, without this picker's as far as it can include them,
+    plus those that may have been sent since. Tokens are counted for requests that the page showed
+    waiting or that were sent since. Each counts as `PROMPT_TOKENS_RATIO` times this picker's
+    average in flight, or as `PROMPT_TOKENS` if it has none. The prompt of a running request is
+    mostly prefilled.
     """
     waiting, running = (
         np.nan_to_num(column[slots], nan=0.0, posinf=0.0, neginf=0.0)

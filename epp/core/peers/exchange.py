@@ -157,11 +157,11 @@ class PeerExchange:
         replicas: int = 1,
         has_peers: bool = True,
     ) -> None:
-        """Start the exchange for the process `origin`, identified by 8 random bytes.
+        """Create the exchange of the process `origin`, which is identified by 8 random bytes.
 
         `replicas` is the expected number of pickers; the scheduler is notified while fewer are
         known. Without `has_peers`, the exchange serves only snapshots, and collects nothing to
-        send.
+        send. Raises `ValueError` if `origin` has another length.
         """
         if len(origin) != ORIGIN_BYTES:
             raise ValueError(f"the origin has {len(origin)} bytes; it must have {ORIGIN_BYTES}")

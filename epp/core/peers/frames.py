@@ -35,7 +35,7 @@ KEYS_MAX: Final = 256
 first.
 """
 LOADS_MAX: Final = 8_192
-"""Maximum number of endpoints with a load in one frame."""
+"""Maximum number of endpoints whose load is in one frame."""
 
 Key: TypeAlias = bytes | tuple[bytes, bytes]
 """A whole key, or a pair: the last hash of a chain that the receiver knows, and the hashes that
@@ -74,7 +74,7 @@ class Frame(Struct, array_like=True, frozen=True, gc=False):
     records.
     """
     records: bytes = b""
-    """Records as msgpack, each after its length in 4 bytes, little-endian."""
+    """Encoded records, each as msgpack after its length in 4 bytes, little-endian."""
     load: bytes = b""
     """Load of the sender as an array of `LOAD`."""
     whole: bool = False

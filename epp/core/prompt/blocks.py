@@ -75,7 +75,9 @@ class KnownSegments:
     __slots__ = ("_chains", "_secret", "_segments_max", "known", "new")
 
     def __init__(self, *, secret: int, segments_max: int = SEGMENTS_MAX) -> None:
-        """Create an empty cache; `secret` has 64 bits."""
+        """Create an empty cache; `secret` is a number of 64 bits that seeds the digests of
+        segments.
+        """
         self._secret = secret
         self._segments_max = segments_max
         self._chains: OrderedDict[tuple[int, int, bytes], bytes] = OrderedDict()

@@ -39,7 +39,7 @@ class Unread(StrEnum):
     """The reason why a JSON body is placed although it was not fully understood."""
 
     SHAPE = "unknown-shape"
-    """A member has a type or a form that the API does not define."""
+    """A member of the body has a type or a form that the API does not define."""
     NO_PROMPT = "no-prompt"
     """The body has nothing that could be a prompt."""
     MUCH = "too-much"

@@ -42,7 +42,7 @@ from epp.core.types import BYTES_PER_TOKEN, ApiKind, Refusal, RefusalReason
 
 
 class ParserName(StrEnum):
-    """Names of parsers that an `EndpointPickerConfig` may use."""
+    """The name of a parser that an `EndpointPickerConfig` may enable."""
 
     OPENAI = "openai-parser"
     ANTHROPIC = "anthropic-parser"
@@ -297,7 +297,7 @@ class _Claim(Struct, frozen=True):
 
     parser: ParserName
     read: Callable[[bytes], _Reading] | None
-    """Function that reads the body, or None to forward it unread."""
+    """Function that reads the body of a request, or None to forward the body unread."""
     model_required: bool = True
 
 
@@ -604,7 +604,7 @@ def _top_level_models(body: bytes, *, one_is_certain: bool) -> list[tuple[int, i
 
 
 def _depths(body: bytes, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the nesting depth of each of `positions` in the valid JSON `body`.
+    """Return the nesting depth of each of `positions`, byte positions in the valid JSON `body`.
 
     The function counts opening and closing brackets outside texts without a Python step for each
     one, because a client may send millions.

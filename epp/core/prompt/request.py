@@ -67,7 +67,7 @@ class InferenceRequest(Struct, frozen=True, kw_only=True, gc=False):
     segments: KnownSegments | None = None
     """Cache of the hashes of long prompts, or None to compute all hashes; the chains are the same."""
     moment: Moment = NO_MOMENT
-    """State of the picker at the time of the decision."""
+    """State of the picker at the time of the decision, for plugins."""
 
     def chains_of(self, block_bytes: int, blocks_max: int) -> tuple[bytes, ...]:
         """Return the chained hashes of the full blocks of each prompt, 8 bytes per block; computed

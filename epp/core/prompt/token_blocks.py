@@ -23,8 +23,8 @@ from epp.core.types import ApiKind
 TOKEN_BYTES: Final = 4
 """Size in bytes of a token id, which is little-endian."""
 _STEP_TOKENS: Final = 16
-"""Number of tokens in a step of a chain: the smallest block of an engine whose end inside one of
-our blocks is tracked.
+"""Number of tokens in a step of a chain: the smallest block of an engine whose end inside a block
+of the picker's index is tracked.
 """
 
 

@@ -105,9 +105,10 @@ class Agreement:
         return known is None or known.exact
 
     def asks(self, model: str) -> bool:
-        """Return whether to compute the ids of one more prompt of `model`.
+        """Return whether the token ids of the next prompt of `model` are to be computed.
 
-        If its ids differ from the engine's, one of `TRIED_EACH` prompts is still compared.
+        If its ids differ from the engine's, only one of `TRIED_EACH` prompts is computed and
+        compared.
         """
         known = self._by_model.get(model)
         if known is None or known.exact:

@@ -139,14 +139,18 @@ class RequestHeadersAnswer(Struct, frozen=True, gc=False):
 
 
 class RequestBodyAnswer(Struct, frozen=True, gc=False):
-    """The answer to a message of a buffered or streamed body; `body` replaces Envoy's copy."""
+    """The answer to a message with a buffered or streamed request body. `body` replaces Envoy's
+    copy of the body, unless it is None.
+    """
 
     destination: Destination | None = None
     body: bytes | None = None
 
 
 class RequestBodyChunk(Struct, frozen=True, gc=False):
-    """A piece of a full-duplex request body."""
+    """An answer with a piece of a full-duplex request body, which the picker sends back to the
+    gateway.
+    """
 
     body: bytes | memoryview
     end_of_stream: bool
@@ -169,7 +173,9 @@ class ResponseBodyAnswer(Struct, frozen=True):
 
 
 class ResponseBodyChunk(Struct, frozen=True, gc=False):
-    """A piece of a full-duplex response body."""
+    """An answer with a piece of a full-duplex response body, which the picker sends back to the
+    gateway.
+    """
 
     body: bytes | memoryview
     end_of_stream: bool
@@ -202,8 +208,8 @@ _PASSING: Final = frozenset(
 
 
 def returnable(request_id: str) -> str:
-    """Return `request_id` if it may be returned as a header (printable ASCII, not too long), else
-    "".
+    """Return `request_id` if it may be a response header (printable ASCII, at most
+    `RETURNED_CHARACTERS_MAX`), else "".
     """
     fits = len(request_id) <= RETURNED_CHARACTERS_MAX
     return request_id if fits and request_id.isascii() and request_id.isprintable() else ""

@@ -107,7 +107,7 @@ from epp.core.types import Endpoint, Refusal, RefusalReason, Seconds
 
 
 class Gateway:
-    """The state of one gateway that outlives its streams."""
+    """The state of one gateway that is kept from one ext_proc stream to the next."""
 
     __slots__ = ("sends_response_headers", "unseen")
 
@@ -230,7 +230,7 @@ class StreamFailure(StrEnum):
 
 
 class Observer(Protocol):
-    """An observer of the events of requests, after they happened. Its methods must not raise."""
+    """An observer of requests, which is notified after each event. Its methods must not raise."""
 
     def decided(self, exchange: Exchange) -> None: ...
     def refused(self, exchange: Exchange, refusal: Refusal) -> None: ...
@@ -414,7 +414,9 @@ class Session:
         return []
 
     def closed(self, now: Seconds) -> None:
-        """Release the stream's resources after it has ended in any way."""
+        """Release the resources of the stream after it has ended in any way, and record the end of
+        its request.
+        """
         self._phase = Phase.ENDED
         self._end_wait()
         self._let_go()

@@ -16,7 +16,9 @@ is in a short one.
 
 
 class Usage(Struct, frozen=True):
-    """The engine's token counts of one request; None if a count was not reported."""
+    """The token counts of one request as the engine reported them; None for a count that was not
+    reported.
+    """
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None

@@ -66,7 +66,7 @@ class WaitingLine:
             self._admitting = False
 
     def let_all_go(self) -> None:
-        """Release all waiting requests, oldest first."""
+        """Release all requests that wait in the line, oldest first."""
         for place in tuple(self._places.values()):
             place.go()
 

@@ -29,7 +29,7 @@ from epp.core.types import Endpoint, Seconds
 _Found = TypeVar("_Found")
 
 
-class _FoundOnce(Generic[_Found]):
+class _CachedProperty(Generic[_Found]):
     """A property that is computed once, without a lock.
 
     Up to Python 3.11, `functools.cached_property` takes a lock. That costs more than the values
@@ -71,21 +71,21 @@ class Ranking(Struct, frozen=True, kw_only=True, dict=True):
         """Return the sum of the chosen endpoint's weighted scores."""
         return float(self.scored.total[self.picked])
 
-    @_FoundOnce
+    @_CachedProperty
     def parts(self) -> list[float]:
         """Return the weighted score of the chosen endpoint by each scorer, in the order of
         `scorers`.
         """
         return self.scored.parts_of(self.picked)
 
-    @_FoundOnce
+    @_CachedProperty
     def runner_up(self) -> int | None:
         """Return the position of the best candidate other than the chosen one, or None if there was
         only one candidate.
         """
         return runner_up_of(self.scored, self.picked)
 
-    @_FoundOnce
+    @_CachedProperty
     def decided_by(self) -> tuple[str, ...]:
         """Return the names of the fewest scorers whose weighted scores put the chosen endpoint
         ahead of the runner-up, the largest lead first. Return () if it is not ahead.
@@ -144,19 +144,19 @@ class Leg(Ranking, frozen=True, kw_only=True, dict=True):
         # Usually no filter drops anything, and every decision reads this property.
         return {name: len(slots) for name, slots in dropped.items()} if dropped else {}
 
-    @_FoundOnce
+    @_CachedProperty
     def numbers(self) -> tuple[float, ...]:
         """Return the `NUMBERS` of the chosen endpoint after the decision, which include this
         request. Valid until the next decision.
         """
         return self.candidates.numbers_of(self.picked)
 
-    @_FoundOnce
+    @_CachedProperty
     def runner_up_numbers(self) -> tuple[float, ...]:
         """Return the `NUMBERS` of the best candidate that was not chosen, or () if there is none."""
         return () if self.runner_up is None else self.candidates.numbers_of(self.runner_up)
 
-    @_FoundOnce
+    @_CachedProperty
     def numbers_before(self) -> list[float]:
         """Return the `NUMBERS` of the chosen endpoint as the scorers saw them before the decision,
         without this request.

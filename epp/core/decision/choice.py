@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Struct
 
 from epp.core.decision.kept_scores import KeptScores
-from epp.core.decision.profile import Kept, SchedulingProfile, Scored
+from epp.core.decision.profile import FilterResult, SchedulingProfile, Scored
 from epp.core.failures import PluginFailures
 from epp.core.knowledge.candidates import Bools, Candidates, Floats, Ints
 from epp.core.prompt.request import InferenceRequest
@@ -122,7 +122,7 @@ def choose(
     return Choice(candidates, ranked, dropped, scored, picked.tolist(), sound)
 
 
-def _fresh_first(kept: Kept, staleness: Staleness) -> tuple[Candidates, dict[str, Ints]]:
+def _fresh_first(kept: FilterResult, staleness: Staleness) -> tuple[Candidates, dict[str, Ints]]:
     """Return `kept` without stale endpoints if any fresh one is left, and without unreachable ones
     if any other is left.
     """
@@ -164,7 +164,7 @@ def saturated(message: str, eliminated: Mapping[str, int] | None = None) -> Refu
     )
 
 
-def _nobody_left(kept: Kept, ready: int) -> Refusal:
+def _nobody_left(kept: FilterResult, ready: int) -> Refusal:
     dropped = ", ".join(f"{count} by {name}" for name, count in kept.eliminated.items())
     message = f"no endpoint is left: 0 of {ready} after dropping {dropped}"
     if kept.shed_by:

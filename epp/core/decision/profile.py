@@ -175,7 +175,7 @@ def _headers(
     return found
 
 
-class Kept(Struct, frozen=True, gc=False):
+class FilterResult(Struct, frozen=True, gc=False):
     """The candidates that the filters left, and the endpoints that each filter dropped."""
 
     candidates: Candidates
@@ -334,7 +334,7 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
 
     def filter(
         self, request: InferenceRequest, candidates: Candidates, failures: PluginFailures
-    ) -> Kept:
+    ) -> FilterResult:
         """Return the candidates that all filters keep; the filters after one that leaves none do
         not run. A filter that fails keeps every candidate.
         """
@@ -358,8 +358,8 @@ class SchedulingProfile(Struct, frozen=True, kw_only=True, dict=True):
             candidates = candidates.take(keep)
             if not len(candidates):
                 shed_by = named.name if named.plugin.abilities.sheds_load else ""
-                return Kept(candidates, gone, shed_by)
-        return Kept(candidates, gone)
+                return FilterResult(candidates, gone, shed_by)
+        return FilterResult(candidates, gone)
 
     def score(
         self,

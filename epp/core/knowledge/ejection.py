@@ -104,7 +104,7 @@ class OutlierEjection(Parameters, frozen=True):
         return max(share, int(endpoints >= COMPARED_MIN and self.max_ejection_percent > 0))
 
 
-class Away:
+class EjectedEndpoint:
     """The state of one ejected endpoint."""
 
     __slots__ = ("cause", "open_probes", "passed", "probed", "serving_some", "since_s", "until_s")
@@ -153,7 +153,7 @@ class Ejection:
         self._columns = columns
         self._settings = OutlierEjection()
         self._standings: dict[int, _Standing] = {}
-        self.away: dict[int, Away] = {}
+        self.away: dict[int, EjectedEndpoint] = {}
         self.masked: set[int] = set()
         """Slots at which `Columns.ejected` is True."""
         self.total = dict.fromkeys(Cause, 0)
@@ -182,7 +182,7 @@ class Ejection:
         settings = self._settings
         for_s = min(settings.base_ejection_time * standing.ejections, settings.max_ejection_time)
         since_s = now if known is None else known.since_s
-        self.away[slot] = Away(cause, since_s, now + for_s, serving_some=serving_some)
+        self.away[slot] = EjectedEndpoint(cause, since_s, now + for_s, serving_some=serving_some)
         self._mask(slot, masked=True)
         self.total[cause] += 1
         return True

@@ -44,7 +44,7 @@ from msgspec import Struct
 from epp.core.abilities import Abilities, Origin
 from epp.core.duration import Duration
 from epp.core.knowledge.candidates import Affinity, Floats, Ints
-from epp.core.knowledge.exact_awaited import AwaitedEvents, told_blocks
+from epp.core.knowledge.exact_awaited import AwaitedEvents, reported_blocks
 from epp.core.knowledge.exact_parameters import (
     NUMBER_BYTES,
     ROW_BYTES,
@@ -450,7 +450,7 @@ class ExactIndex:
         """Drop the reported blocks of `rank` at `slot`; recorded decisions stay."""
         known = self._rank(slot, rank)
         self._await_nothing(slot)
-        self._slots[slot].seek_no_more()
+        self._slots[slot].void_tracked()
         place, known.place = known.place, None
         if place is None:
             return
@@ -471,7 +471,7 @@ class ExactIndex:
         """
         known = self._slots[slot] if slot < len(self._slots) else None
         chains = request.token_chains.get(self.block_tokens)
-        if known is None or not known.told_all or not chains or not chains[0]:
+        if known is None or not known.reported_all or not chains or not chains[0]:
             return None
         if any(rank.state is not StreamState.LIVE for rank in known.ranks):
             return None
@@ -479,12 +479,12 @@ class ExactIndex:
         if not size or request.cache_salt or self._adapter_of(request) != "":
             return None
         keys = array("Q", chains[0])
-        total = told_blocks(len(keys), self.block_tokens, size)
+        total = reported_blocks(len(keys), self.block_tokens, size)
         if not total:
             return None
         most = max(self._held_blocks(place, keys, total) for place in known.places)
         held = Held(most, total, self.block_tokens)
-        return held if most == total else known.seek(keys[total - 1], held)
+        return held if most == total else known.track(keys[total - 1], held)
 
     def _held_blocks(self, place: Place, keys: "array[int]", total: int) -> int:
         """Return how many of the first `total` of `keys` the place `place` has cached, counted from
@@ -733,7 +733,7 @@ class ExactIndex:
         if exact is None or len(exact) < slots:
             exact = self._exact = np.zeros(max(slots, len(self._slots)))
             for slot, known in enumerate(self._slots):
-                exact[slot] = not known.overdue and known.told_all
+                exact[slot] = not known.overdue and known.reported_all
         return exact[:slots]
 
     def _steps(self, request: InferenceRequest, number: int) -> Sequence[int]:

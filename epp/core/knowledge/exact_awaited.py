@@ -41,10 +41,10 @@ class AwaitedEvents:
         """
         if known.awaited and now - known.awaited[-1][0] < LATE_S_MAX / AWAITED_MAX:
             return
-        if not known.told_all:
+        if not known.reported_all:
             return
         keys, size = array("Q", chain), known.engine_block_tokens
-        blocks = told_blocks(len(keys), self._block_tokens, size) if size else len(keys)
+        blocks = reported_blocks(len(keys), self._block_tokens, size) if size else len(keys)
         if not blocks or self._holds(known, keys[blocks - 1]):
             return
         known.awaited.append((now, keys[blocks - 1]))
@@ -98,7 +98,7 @@ class AwaitedEvents:
         return any(self._rows.holds(place.bit, key) for place in known.places)
 
 
-def told_blocks(blocks: int, block_tokens: int, engine_block_tokens: int) -> int:
+def reported_blocks(blocks: int, block_tokens: int, engine_block_tokens: int) -> int:
     """Return how many of the first `blocks` blocks of the index are covered by whole blocks of the
     engine.
 

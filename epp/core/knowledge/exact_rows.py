@@ -64,8 +64,8 @@ class Rows:
                     elif not mask & bit:
                         rows[key] = mask | bit
                         new += 1
-                if known is not None and known.sought:
-                    known.found(keys)
+                if known is not None and known.tracked:
+                    known.complete_tracked(keys)
                 continue
             for key in keys:
                 mask = rows.get(key, 0)

@@ -11,7 +11,7 @@ from epp.core.kv_events.mirror import Mirror
 from epp.core.kv_events.stream import StreamState
 from epp.core.types import Seconds
 
-SOUGHT_MAX: Final = 256
+TRACKED_MAX: Final = 256
 """Maximum number of answers of `held` per endpoint that are updated when the engine reports more of
 the prompt.
 """
@@ -53,7 +53,7 @@ class RankState:
         return self.state is StreamState.NONE and silent
 
     @property
-    def told_all(self) -> bool:
+    def reported_all(self) -> bool:
         """Return whether the index knows all blocks that the rank has cached."""
         place = self.place
         counts = self.complete and self.state in COUNTS
@@ -63,7 +63,7 @@ class RankState:
 class SlotState:
     """The state of one endpoint in the exact index, apart from its rows of cached keys."""
 
-    __slots__ = ("awaited", "blocks_total", "overdue", "placed", "ranks", "sought")
+    __slots__ = ("awaited", "blocks_total", "overdue", "placed", "ranks", "tracked")
 
     def __init__(self) -> None:
         self.ranks = [RankState()]
@@ -78,7 +78,7 @@ class SlotState:
         """
         self.blocks_total = 0
         """Number of blocks in the KV caches of all ranks; 0 if the engine does not report it."""
-        self.sought: dict[int, Held] = {}
+        self.tracked: dict[int, Held] = {}
         """Answers of `held` that are updated until the engine has the whole prompt, by the last key
         of the prompt.
         """
@@ -88,37 +88,37 @@ class SlotState:
         """
 
     @property
-    def told_all(self) -> bool:
+    def reported_all(self) -> bool:
         """Return whether the index knows all blocks that each rank of the endpoint has cached."""
-        return all(rank.told_all for rank in self.ranks)
+        return all(rank.reported_all for rank in self.ranks)
 
-    def seek(self, key: int, held: Held) -> Held:
+    def track(self, key: int, held: Held) -> Held:
         """Keep `held` up to date from now on and return it. If the prompt that ends with `key`
         already has an answer, return that one.
         """
-        sought = self.sought
-        known = sought.get(key)
+        tracked = self.tracked
+        known = tracked.get(key)
         if known is not None:
             known.blocks = max(known.blocks, held.blocks)
             return known
-        if len(sought) >= SOUGHT_MAX:
-            sought.pop(next(iter(sought))).void = True
-        sought[key] = held
+        if len(tracked) >= TRACKED_MAX:
+            tracked.pop(next(iter(tracked))).void = True
+        tracked[key] = held
         return held
 
-    def found(self, keys: Iterable[int]) -> None:
+    def complete_tracked(self, keys: Iterable[int]) -> None:
         """Complete the answers for prompts whose last key is among `keys`, because the engine
         reported it as cached.
         """
-        for key in self.sought.keys() & keys:
-            held = self.sought.pop(key)
+        for key in self.tracked.keys() & keys:
+            held = self.tracked.pop(key)
             held.blocks = held.total
 
-    def seek_no_more(self) -> None:
+    def void_tracked(self) -> None:
         """Mark all answers as void, because the engine's events so far are no longer valid."""
-        for held in self.sought.values():
+        for held in self.tracked.values():
             held.void = True
-        self.sought.clear()
+        self.tracked.clear()
 
     @property
     def places(self) -> list[Place]:

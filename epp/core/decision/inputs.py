@@ -13,7 +13,7 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from epp.core.decision.settings import SchedulerSettings
-from epp.core.knowledge.index import Heard
+from epp.core.knowledge.index import EventResult
 from epp.core.knowledge.inflight import Lease, Outcome
 from epp.core.kv_events.mirror import Changed
 from epp.core.kv_events.payload import Event
@@ -191,7 +191,7 @@ class Effects(Struct, frozen=True):
     """Names of the affinity indexes that start empty because of new settings."""
     moved: bool = False
     """True if the request of this input now counts for another endpoint, or for none."""
-    heard: Heard | None = None
+    heard: EventResult | None = None
     """Result of applying KV-cache events in the first index that receives them; None for other
     inputs, or if it failed.
     """

@@ -57,7 +57,7 @@ from epp.core.knowledge.index import (
     HOST_BLOCKS,
     RANKS_MAX,
     AffinityIndex,
-    Heard,
+    EventResult,
     Held,
     IndexMeasures,
 )
@@ -318,7 +318,9 @@ class ExactIndex:
 
     # Events of engines.
 
-    def hear(self, slot: int, events: Sequence[Event], now: Seconds, *, rank: int = 0) -> Heard:
+    def hear(
+        self, slot: int, events: Sequence[Event], now: Seconds, *, rank: int = 0
+    ) -> EventResult:
         """Apply KV-cache events of rank `rank` of the engine in `slot`. Return the changes of keys,
         and whether the events contradict each other.
         """
@@ -358,7 +360,7 @@ class ExactIndex:
             self.statistics.unbalanced += 1
             told_rank.counting = False
             self.silence(slot, rank=rank)
-        return Heard(
+        return EventResult(
             cleared=cleared or unbalanced,
             changes=() if unbalanced else changes,
             engine_block_tokens=mirror.engine_block_tokens,

@@ -147,7 +147,7 @@ class LimitsMemory(AffinityIndex, Protocol):
         ...
 
 
-class Heard(Struct, frozen=True, kw_only=True):
+class EventResult(Struct, frozen=True, kw_only=True):
     """The result of applying KV-cache events of one engine to an index."""
 
     cleared: bool = False
@@ -200,7 +200,7 @@ class HearsEngines(AffinityIndex, Protocol):
         """
         ...
 
-    def hear(self, slot: int, events: Sequence[Event], now: Seconds, *, rank: int) -> Heard:
+    def hear(self, slot: int, events: Sequence[Event], now: Seconds, *, rank: int) -> EventResult:
         """Apply KV-cache events of one rank of the engine in `slot`. Events may be invalid."""
         ...
 

@@ -26,7 +26,7 @@ from epp.core.knowledge.index import (
     AffinityIndexSettings,
     CorrectedIndex,
     CountsInflight,
-    Heard,
+    EventResult,
     HearsEngines,
     Held,
     IndexStanding,
@@ -423,11 +423,13 @@ class Indexes(Mapping[str, AffinityIndex]):
 
     # KV-cache events of engines.
 
-    def hear(self, slot: int, events: Sequence[Event], now: Seconds, *, rank: int) -> Heard | None:
+    def hear(
+        self, slot: int, events: Sequence[Event], now: Seconds, *, rank: int
+    ) -> EventResult | None:
         """Apply KV-cache events of one engine. Return the result of the first index that receives
         events, or None if all of these failed.
         """
-        heard: Heard | None = None
+        heard: EventResult | None = None
         for name, hearing in self.hearing.items():
             try:
                 said = hearing.hear(slot, events, now, rank=rank)

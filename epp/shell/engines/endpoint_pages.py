@@ -58,7 +58,7 @@ _PERCENT: Final = 100.0
 _RANK: Final = re.compile(r"-rank-\d+\Z")
 
 
-class Told(Struct, frozen=True):
+class PageContent(Struct, frozen=True):
     """The parsed content of one page of an endpoint."""
 
     attributes: Mapping[str, float] = NO_ATTRIBUTES
@@ -127,15 +127,15 @@ def pod_of(endpoint: Endpoint) -> str:
     return _RANK.sub("", endpoint.name.rpartition("/")[2])
 
 
-def _read_models(page: bytes, _: Endpoint) -> Told:
-    return Told(models=models_on(page))
+def _read_models(page: bytes, _: Endpoint) -> PageContent:
+    return PageContent(models=models_on(page))
 
 
-def _read_gpus(page: bytes, endpoint: Endpoint) -> Told:
-    return Told(attributes={_GPU_KEY: gpu_utilization_on(page, pod_of(endpoint))})
+def _read_gpus(page: bytes, endpoint: Endpoint) -> PageContent:
+    return PageContent(attributes={_GPU_KEY: gpu_utilization_on(page, pod_of(endpoint))})
 
 
-_READERS: Final[Mapping[str, tuple[Callable[[bytes, Endpoint], Told], Seconds]]] = {
+_READERS: Final[Mapping[str, tuple[Callable[[bytes, Endpoint], PageContent], Seconds]]] = {
     "models": (_read_models, MODELS_INTERVAL_S_MIN),
     "gpus": (_read_gpus, GPU_INTERVAL_S_MIN),
 }
@@ -148,7 +148,7 @@ class _Source(Struct, frozen=True):
     name: str
     settings: ModelsDataSource | DcgmDataSource
     tls: ssl.SSLContext
-    read: Callable[[bytes, Endpoint], Told]
+    read: Callable[[bytes, Endpoint], PageContent]
     interval_s_min: Seconds
 
     @property
@@ -187,7 +187,7 @@ class _Page:
         """Number of consecutive failed fetches of this page."""
         self.problem = ""
         """Problem of the last fetch of this page, or "" if it succeeded."""
-        self.told = Told()
+        self.told = PageContent()
         self.told_at_s: Seconds = float("-inf")
         self.task: asyncio.Task[None] | None = None
 

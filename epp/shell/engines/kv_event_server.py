@@ -49,7 +49,7 @@ Some systems lack some of these options.
 _log = structlog.get_logger(__name__)
 
 
-class Turned(StrEnum):
+class Rejection(StrEnum):
     """The reason why the picker rejected a connection of an engine or a message on it."""
 
     STRANGER = "address of no endpoint"
@@ -60,7 +60,7 @@ class Turned(StrEnum):
     RANK = "rank that is not told apart"
 
 
-class Hears(Protocol):
+class KVEventReceiver(Protocol):
     """A receiver of the KV-cache events of engines that connect to the picker. Endpoints are
     identified by their id.
     """
@@ -73,7 +73,7 @@ class Hears(Protocol):
 
     def engine_said(
         self, endpoint_id: str, lines: ZmtpLines, sequence: int, payload: bytes
-    ) -> Turned | None:
+    ) -> Rejection | None:
         """Process a message from an engine. Return the reason if the message is rejected, else
         None.
 
@@ -103,7 +103,7 @@ class KVEventServer:
 
     def __init__(
         self,
-        hears: Hears,
+        hears: KVEventReceiver,
         host: str,
         port: int,
         *,
@@ -115,7 +115,7 @@ class KVEventServer:
 
         An empty `host` means all addresses. Topics must begin with `topic`. `ranks` is the number of data-parallel ranks per endpoint.
         """
-        self.turned: Counter[Turned] = Counter()
+        self.turned: Counter[Rejection] = Counter()
         self.problem = ""
         """Reason why the server's port cannot be opened, or "" if it is open or not tried yet."""
         self.port = port
@@ -187,17 +187,17 @@ class KVEventServer:
         if connections > len(at_host) * self._ranks:
             # One connection more than ranks is allowed, because an engine may reconnect before the
             # end of the old connection is known.
-            self.turned[Turned.CONNECTIONS] += 1
+            self.turned[Rejection.CONNECTIONS] += 1
             lines.end()
             return
-        _ask_whether_it_is_there(lines.transport)
+        _enable_keepalive(lines.transport)
         self._peers[lines] = _Peer(host)
         deadline = asyncio.get_running_loop().call_later(HANDSHAKE_S_MAX, _end_unready, lines)
         lines.ready.add_done_callback(partial(self._ready, lines, deadline))
         lines.closed.add_done_callback(partial(self._gone, lines))
 
     def _keep_unread(self, lines: ZmtpLines) -> None:
-        self.turned[Turned.STRANGER] += 1
+        self.turned[Rejection.STRANGER] += 1
         if len(self._strangers) >= STRANGERS_MAX:
             lines.end()
             return
@@ -233,13 +233,13 @@ class KVEventServer:
         if peer is None or lines.closed.done():
             return
         if live is None:
-            self._count_unknown(lines, peer, Turned.TOPIC)
+            self._count_unknown(lines, peer, Rejection.TOPIC)
             return
         topic = message[0]
         endpoint_id = peer.speaks_for.get(topic)
         if endpoint_id is None:
             found = self._endpoint_of(peer.host, topic)
-            if isinstance(found, Turned):
+            if isinstance(found, Rejection):
                 self._count_unknown(lines, peer, found)
                 return
             endpoint_id = found
@@ -254,10 +254,12 @@ class KVEventServer:
         peer.unknown_messages += 1
         if peer.unknown_messages > UNKNOWN_MESSAGES_MAX:
             lines.end(
-                f"sends events for an {why}" if why is Turned.TAKEN else f"sends events for a {why}"
+                f"sends events for an {why}"
+                if why is Rejection.TAKEN
+                else f"sends events for a {why}"
             )
 
-    def _endpoint_of(self, host: str, topic: bytes) -> str | Turned:
+    def _endpoint_of(self, host: str, topic: bytes) -> str | Rejection:
         """Return the id of the endpoint for which a message with `topic` from `host` is meant, or
         why there is none.
         """
@@ -269,9 +271,9 @@ class KVEventServer:
             # The topic has no port and there is only one endpoint.
             return next(iter(at_host.values()))
         of_host = address in ("", host) or host_of(address) == host
-        return Turned.TOPIC if of_host else Turned.LIE
+        return Rejection.TOPIC if of_host else Rejection.LIE
 
-    def _count_unknown(self, lines: ZmtpLines, peer: _Peer, why: Turned) -> None:
+    def _count_unknown(self, lines: ZmtpLines, peer: _Peer, why: Rejection) -> None:
         self.turned[why] += 1
         peer.unknown_messages += 1
         if peer.unknown_messages > UNKNOWN_MESSAGES_MAX:
@@ -295,7 +297,7 @@ def _host_of_peer(transport: asyncio.Transport) -> str:
     return canonical_address(str(peer[0]).removeprefix("::ffff:")).strip("[]") if peer else ""
 
 
-def _ask_whether_it_is_there(transport: asyncio.Transport) -> None:
+def _enable_keepalive(transport: asyncio.Transport) -> None:
     """Enable TCP keep-alive probes on a connection of an engine, because the picker sends nothing
     on it and would not notice a vanished pod.
     """

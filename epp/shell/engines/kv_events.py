@@ -39,7 +39,7 @@ from epp.core.subscription import Subscription
 from epp.core.types import Endpoint, MetricsTarget, Seconds, pod_of, ranks_of
 from epp.shell.engines.kv_event_places import Place, places_of, spelt, unusable
 from epp.shell.engines.kv_event_reception import CONNECT_S_MAX, Reception
-from epp.shell.engines.kv_event_server import KVEventServer, Turned
+from epp.shell.engines.kv_event_server import KVEventServer, Rejection
 from epp.shell.engines.kv_event_source import (
     KVEventsSnapshot,
     Source,
@@ -265,7 +265,7 @@ class KVEventListener:
 
     def engine_said(
         self, endpoint_id: str, lines: ZmtpLines, sequence: int, payload: bytes
-    ) -> Turned | None:
+    ) -> Rejection | None:
         """Process a message from an engine. Return the reason if the message is rejected, else
         None.
 
@@ -273,28 +273,28 @@ class KVEventListener:
         """
         first = self._sources.get(endpoint_id)
         if first is None:
-            return Turned.TAKEN
-        source = self._rank_that_says(first, payload)
-        if isinstance(source, Turned):
+            return Rejection.TAKEN
+        source = self._rank_of_payload(first, payload)
+        if isinstance(source, Rejection):
             return source
         if not self._take_in(source, lines):
-            return Turned.TAKEN
+            return Rejection.TAKEN
         self._reception.received(source, sequence, payload)
         return None
 
-    def _rank_that_says(self, first: Source, payload: bytes) -> Source | Turned:
+    def _rank_of_payload(self, first: Source, payload: bytes) -> Source | Rejection:
         """Return the source of the rank that `payload` names, or the reason why the payload is
         rejected.
         """
         rank = rank_in(payload)
         if first.refused:
-            return Turned.RANK
+            return Rejection.RANK
         if first.others:
             if self._settings is None or self._settings.discover_pods:
                 # These ranks are received where they publish.
-                return Turned.TAKEN
+                return Rejection.TAKEN
             known = rank is not None and rank < len(first.ranks)
-            return first.ranks[rank or 0] if known else Turned.RANK
+            return first.ranks[rank or 0] if known else Rejection.RANK
         if rank is None or rank == first.rank_said:
             return first
         if first.rank_said is None:
@@ -307,7 +307,7 @@ class KVEventListener:
         if first.lines is not None:
             first.lines.end("is no longer used")
         self._reception.end_subscription(first)
-        return Turned.RANK
+        return Rejection.RANK
 
     def _take_in(self, source: Source, lines: ZmtpLines) -> bool:
         """Use the connection `lines`, which an engine opened, for the rank `source`.
@@ -332,10 +332,10 @@ class KVEventListener:
             before.end("is no longer used: another connection serves the endpoint")
         port: int = lines.transport.get_extra_info("peername")[1]
         source.lines = lines
-        self._reception.connected(source, self._place_of_who_connects(source, port, self._settings))
+        self._reception.connected(source, self._place_of_connecting(source, port, self._settings))
         return True
 
-    def _place_of_who_connects(self, source: Source, port: int, settings: KvEventsConfig) -> Place:
+    def _place_of_connecting(self, source: Source, port: int, settings: KvEventsConfig) -> Place:
         """Return the address of an engine that connects from `port`. Its replay port is the
         configured one plus the rank.
         """
@@ -359,7 +359,7 @@ class KVEventListener:
         for source in first.ranks:
             # All cached blocks of an endpoint are known only once every rank is received.
             self._reception.open_subscription(
-                source, self._place_of_who_connects(source, 0, settings)
+                source, self._place_of_connecting(source, 0, settings)
             )
         return first
 

@@ -68,12 +68,15 @@ def _selectors(spec: MetricSpec) -> tuple[Selector, ...]:
 
 
 def _name(spec: MetricSpec) -> bytes:
-    """Return the name alone, because all labels of the series are read."""
+    """Return the metric name of a selector without its labels, because such series are read with
+    all of their labels.
+    """
     return selector(spec).name if spec else b""
 
 
 def scraped_from(endpoints: Iterable[Endpoint], source: MetricsDataSource) -> tuple[Endpoint, ...]:
-    """Return `endpoints` with the target of `source` for those without a target of their own.
+    """Return `endpoints`, with the metrics target of the configured `source` for those without a
+    target of their own.
 
     A target is an endpoint's own if it differs from http, the serving port and /metrics.
     """

@@ -1,4 +1,4 @@
-"""Text from outside, made safe to display."""
+"""Make text from outside the picker safe to display."""
 
 
 def printable(text: str) -> str:

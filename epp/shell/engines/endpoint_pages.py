@@ -108,7 +108,8 @@ def models_on(page: bytes) -> tuple[str, ...]:
 def gpu_utilization_on(page: bytes, pod: str) -> float:
     """Return the highest GPU utilization on a DCGM page, from 0 to 1.
 
-    A sample with a pod label counts only if the label is `pod`. Raises `ExpositionError` if no sample counts.
+    A sample with a pod label counts only if the label is `pod`. Raises `ExpositionError` if no
+    sample counts.
     """
     values = [
         value

@@ -461,9 +461,9 @@ class PageMemory:
 class PageReader:
     """A parser of metrics pages of any engine.
 
-    `engines` maps an engine type to the names of its metric series. `engine_labels` are labels of an endpoint that may
-    contain its engine type. If they contain none of `engines`, the page is tried with
-    `default_engine` first, then with the others in order.
+    `engines` maps an engine type to the names of its metric series. `engine_labels` are labels of
+    an endpoint that may contain its engine type. If they contain none of `engines`, the page is
+    tried with `default_engine` first, then with the others in order.
     """
 
     def __init__(
@@ -491,7 +491,8 @@ class PageReader:
 
         Raises `ExpositionError` in these cases:
 
-        - The page lacks every load gauge of the endpoint's engine, or of all engines if no label names the engine.
+        - The page lacks every load gauge of the endpoint's engine, or of all engines if no label
+          names the engine.
         - A load gauge has an impossible value.
         - A wanted series is malformed.
         - A limit is exceeded.
@@ -754,8 +755,8 @@ def _label_count(text: bytes, wanted: Sequence[bytes]) -> float:
     """Return the value of the first label in `wanted` that is a positive whole number, or NaN if
     there is none.
 
-    The first wanted label is searched as `,name="`: parsing all forty labels of vLLM's series takes an
-    eighth of the time for the page.
+    The first wanted label is searched as `,name="`: parsing all forty labels of vLLM's series takes
+    an eighth of the time for the page.
     """
     opening = wanted[0] + b'="'
     at = 0 if text.startswith(opening) else text.find(b"," + opening) + 1

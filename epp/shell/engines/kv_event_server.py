@@ -113,7 +113,8 @@ class KVEventServer:
     ) -> None:
         """Configure the server.
 
-        An empty `host` means all addresses. Topics must begin with `topic`. `ranks` is the number of data-parallel ranks per endpoint.
+        An empty `host` means all addresses. Topics must begin with `topic`. `ranks` is the number
+        of data-parallel ranks per endpoint.
         """
         self.turned: Counter[Rejection] = Counter()
         self.problem = ""

@@ -11,7 +11,9 @@ This module decides where to connect. The others do the rest:
 - `kv_event_source`: the state of one rank, and its row for operators.
 - `kv_event_reception`: subscriptions, open connections and replays.
 - `kv_event_turns`: the processing of received data, in turns of bounded length.
-- `kv_event_server`: engines that connect themselves. Events of an endpoint arrive in one of two ways at a time: the picker connects to the engine, or the engine connects to the picker. For engines that connect, the number of ranks is configured, and each payload contains its rank. An
+- `kv_event_server`: engines that connect themselves. Events of an endpoint arrive in one of two
+  ways at a time: the picker connects to the engine, or the engine connects to the picker. For
+  engines that connect, the number of ranks is configured, and each payload contains its rank. An
   endpoint whose engine sends more ranks than configured is ignored, because the rank of its cached
   blocks is unknown.
 

@@ -334,8 +334,9 @@ class PageClient:
         self._connection: Connection | None = None
 
     async def fetch(self, timeout_s: Seconds) -> bytes:
-        """Fetch and return the page. Raises `BadResponseError` for an invalid answer, `TimeoutError` after `timeout_s` seconds, and
-        another `OSError` without an answer. An error or cancellation closes the connection.
+        """Fetch and return the page. Raises `BadResponseError` for an invalid answer,
+        `TimeoutError` after `timeout_s` seconds, and another `OSError` without an answer. An error
+        or cancellation closes the connection.
         """
         connection = self._connection
         if connection is not None and connection.transport is not None:

@@ -201,7 +201,8 @@ class Scraper:
         """Parse pages with `reader`, and scrape each endpoint at intervals of at least
         `interval_s_min` seconds, from the next scrape on.
 
-        `trust` verifies https servers, or is None to accept every certificate. A change of `trust` takes effect with the next `replace`.
+        `trust` verifies https servers, or is None to accept every certificate. A change of `trust`
+        takes effect with the next `replace`.
         """
         self._reader = reader
         self._interval_s_min = interval_s_min

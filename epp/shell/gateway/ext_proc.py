@@ -73,9 +73,9 @@ class StreamObserver(Protocol):
 class ExtProc:
     """The ext_proc service, which opens a call for each stream of `ExternalProcessor/Process`.
 
-    `new_session(gateway)` creates the session, the state machine of one stream. Gateways are identified by the
-    host of their gRPC peer address, and their number is bounded. `clock` provides the `now` of each
-    message.
+    `new_session(gateway)` creates the session, the state machine of one stream. Gateways are
+    identified by the host of their gRPC peer address, and their number is bounded. `clock` provides
+    the `now` of each message.
     """
 
     def __init__(

@@ -37,10 +37,10 @@ class Health:
     """The health of this picker: whether it can serve, and whether it should get requests;
     initially neither.
 
-    A standby replica can serve but should get no requests. Its pod is Ready, so that a rollout completes,
-    and a gateway that checks health uses the leader. `liveness` is always SERVING. For an unknown
-    name, `Check` returns NOT_FOUND and `Watch` returns SERVICE_UNKNOWN, as the gRPC health protocol
-    specifies.
+    A standby replica can serve but should get no requests. Its pod is Ready, so that a rollout
+    completes, and a gateway that checks health uses the leader. `liveness` is always SERVING. For
+    an unknown name, `Check` returns NOT_FOUND and `Watch` returns SERVICE_UNKNOWN, as the gRPC
+    health protocol specifies.
     """
 
     def __init__(self) -> None:

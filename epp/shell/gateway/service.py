@@ -140,13 +140,15 @@ class GatewayService:
         return self._serving.connected() if self._serving is not None else None
 
     async def drain(self, hurry: asyncio.Event) -> None:
-        """Drain the picker: become not ready, serve on for `drain_grace`, end bypassed streams, and stop when
-        quiet.
+        """Drain the picker: become not ready, serve on for `drain_grace`, end bypassed streams, and
+        stop when quiet.
 
         A server that stops refuses all streams that reach it, including those that were under way
         when the gateway was notified. Streams are therefore served until no gateway opens one any
-        more. By then every gateway has seen that this picker is not ready, was asked to connect elsewhere, or its connection reached the maximum age. An Envoy beside this picker stops together with it:
-        its clients are sent away, and its requests are awaited too. Setting the event `hurry` ends the drain early.
+        more. By then every gateway has seen that this picker is not ready, was asked to connect
+        elsewhere, or its connection reached the maximum age. An Envoy beside this picker stops
+        together with it: its clients are sent away, and its requests are awaited too. Setting the
+        event `hurry` ends the drain early.
         """
         serving, _ = self._transports()
         flags = self._flags

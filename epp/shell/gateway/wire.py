@@ -401,7 +401,8 @@ def _long(message: bytes, at: int) -> tuple[int, int]:
     """Return the position after the protobuf integer at `at`, and its value. The integer has two to
     four bytes.
 
-    The code has no loop, because each body has two such integers. Four bytes allow lengths up to 256 MB, more than a server accepts.
+    The code has no loop, because each body has two such integers. Four bytes allow lengths up to
+    256 MB, more than a server accepts.
     """
     first, second = message[at], message[at + 1]
     length = first & 0x7F | (second & 0x7F) << 7

@@ -36,8 +36,8 @@ async def resolve(host: str) -> list[str]:
 class Addresses:
     """A poller of the replicas' addresses.
 
-    `on_found` is called with all addresses, "ip:port" each, after the first poll and after each change. If a name
-    cannot be resolved, its previous addresses are kept.
+    `on_found` is called with all addresses, "ip:port" each, after the first poll and after each
+    change. If a name cannot be resolved, its previous addresses are kept.
     """
 
     def __init__(

@@ -57,7 +57,8 @@ class Admission:
         None.
 
         Connections that have not passed the gate are closed first. Among them, strangers are closed
-        before hosts with the address of a replica. If these are equal, the host with most waiting connections loses its oldest one.
+        before hosts with the address of a replica. If these are equal, the host with most waiting
+        connections loses its oldest one.
         """
         newcomer.known = self._is_known(newcomer.host)
         self.newcomers.append(newcomer)

@@ -86,7 +86,7 @@ class Waiting:
         return len(self._frames)
 
     def append(self, origin: bytes, frame: bytes) -> int:
-        """Add a frame to the queue, and return the number of older frames that were dropped for it."""
+        """Add a frame to the queue. Return the number of older frames dropped for it."""
         self._frames.append((origin, frame))
         self._bytes += len(frame)
         dropped = 0

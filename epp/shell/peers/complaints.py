@@ -14,8 +14,8 @@ _log = structlog.get_logger(__name__)
 class Complaints:
     """A rate limiter that logs each sentence at most once a minute, with the number of repetitions.
 
-    Messages about recoveries are limited in the same way. All sentences are constants of the program; data of other hosts
-    appears only in `details`.
+    Messages about recoveries are limited in the same way. All sentences are constants of the
+    program; data of other hosts appears only in `details`.
     """
 
     def __init__(self, repeat_s: Seconds = REPEAT_S) -> None:

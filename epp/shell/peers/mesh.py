@@ -292,7 +292,8 @@ class Mesh:
     ) -> tuple[list[Message], bool]:
         """Return at most `messages_max` received messages, and True if there may be more.
 
-        Peers are read round robin, at most `MESSAGES_PER_GUEST_MAX` messages each. The source `paused` is not read.
+        Peers are read round robin, at most `MESSAGES_PER_GUEST_MAX` messages each. The source
+        `paused` is not read.
         """
         ready = [each for each in self._readable() if each is not paused]
         self._turn += 1

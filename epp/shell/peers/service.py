@@ -41,8 +41,9 @@ class Peers:
     """An async context manager that shares state with the other replicas and owns the peer port.
     Its `loops` must run as tasks.
 
-    Without a command-line flag of the group "Replicas" it does nothing. `endpoints_known` starts the warm start,
-    because state of unknown endpoints would be dropped. `ready` tells when the warm start is over.
+    Without a command-line flag of the group "Replicas" it does nothing. `endpoints_known` starts
+    the warm start, because state of unknown endpoints would be dropped. `ready` tells when the warm
+    start is over.
     """
 
     def __init__(
@@ -55,8 +56,8 @@ class Peers:
         on_snapshot: Callable[[str, Seconds], None],
         seed: int,
     ) -> None:
-        """Create the connection with the replicas. The origins of `identity` and `exchange` must be equal. `on_ready` is called when the warm start is
-        over.
+        """Create the connection with the replicas. The origins of `identity` and `exchange` must be
+        equal. `on_ready` is called when the warm start is over.
 
         `on_snapshot` receives the source of a complete snapshot and its duration in seconds. Raises
         `StartError`.

@@ -13,7 +13,8 @@ class CircuitBreaker:
     """A circuit breaker that stops requests for `open_s` seconds after `failures_max` consecutive
     failures.
 
-    Then one request is allowed. No other one is allowed until it ends, and its result decides whether requests go on.
+    Then one request is allowed. No other one is allowed until it ends, and its result decides
+    whether requests go on.
     """
 
     def __init__(self, failures_max: int = FAILURES_MAX, open_s: Seconds = OPEN_S) -> None:

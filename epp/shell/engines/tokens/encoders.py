@@ -37,7 +37,8 @@ class NoTokenizerError(Exception):
 class TextEncoder:
     """The encoder of text into the token ids of one model.
 
-    `parts_of` splits a text where that changes no id, and `encode` returns the token ids of such a part.
+    `parts_of` splits a text where that changes no id, and `encode` returns the token ids of such a
+    part.
     """
 
     def __init__(self, file: Path) -> None:

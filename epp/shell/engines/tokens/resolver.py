@@ -49,7 +49,8 @@ class TokensObserver(Protocol):
 class TokenResolver:
     """A `Resolver` that gets the tokens of inference requests from one backend.
 
-    Every inference request is resumed exactly once, at the latest after `timeout_s` seconds, unless it is cancelled.
+    Every inference request is resumed exactly once, at the latest after `timeout_s` seconds, unless
+    it is cancelled.
     """
 
     def __init__(

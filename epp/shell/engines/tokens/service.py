@@ -154,7 +154,8 @@ class Tokens:
         """Compare the ids of `request`, which `endpoint` has served, with those that the engine
         stored.
 
-        The engine reports its stored blocks with the ids in its own events. The request no longer has its prompt, so the hashes (keys) of its blocks are compared.
+        The engine reports its stored blocks with the ids in its own events. The request no longer
+        has its prompt, so the hashes (keys) of its blocks are compared.
         """
         if self.resolver is None or request.api in WITHOUT_TEXT or not request.token_chains:
             return

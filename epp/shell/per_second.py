@@ -27,8 +27,8 @@ class PerSecond:
         return True
 
     def left_out(self) -> dict[str, int]:
-        """Return a field for a log line with the number of events above the limit since the last call;
-        no field if there were none.
+        """Return a field for a log line with the number of events above the limit since the last
+        call; no field if there were none.
         """
         left_out, self._left_out = self._left_out, 0
         return {"left_out": left_out} if left_out else {}

@@ -57,7 +57,8 @@ class Supervisor:
         """Names of essential background tasks that have ended repeatedly."""
 
     async def keep(self, name: str, loop: Loop, *, of: str = "", essential: bool = False) -> None:
-        """Run the background task `loop` until cancelled, and restart it with back-off whenever it ends by itself.
+        """Run the background task `loop` until cancelled, and restart it with back-off whenever it
+        ends by itself.
 
         Few different values of `name` may occur, because it becomes a label; `of` distinguishes
         loops with the same name. An `essential` loop that ends repeatedly makes the picker not
@@ -101,7 +102,7 @@ class Supervisor:
             if essential and ends >= ENDS_MAX:
                 self._mark(name, broken=True)
             _log.error(
-                "a task ended that nobody asked to end, it is started anew",
+                "background task ended unexpectedly, it is restarted",
                 task=name,
                 of=of,
                 how="returned" if error is None else f"raised {type(error).__name__}",

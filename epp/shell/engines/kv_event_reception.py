@@ -89,7 +89,7 @@ class Reception:
             source.named_silent = silent
             if silent:
                 _log.warning(
-                    "no KV events although the engine works",
+                    "endpoint sends no KV events although its engine works",
                     endpoint=name_of(source),
                     source=spelt(source.heard_at),
                 )

@@ -159,7 +159,7 @@ class KVEventServer:
                 server = await loop.create_server(self._protocol, self._host or None, self.port)
             except OSError as error:
                 self.problem = f"port {self.port} cannot be opened: {type(error).__name__}"
-                _log.warning("engines cannot connect with KV events", problem=self.problem)
+                _log.warning("engines cannot connect to send KV events", problem=self.problem)
                 await asyncio.sleep(LISTEN_AGAIN_S)
                 continue
             self.problem = ""

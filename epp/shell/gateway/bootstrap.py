@@ -306,11 +306,13 @@ class BootstrapOptions(Struct, frozen=True, kw_only=True):
         ):
             _split(address)
         if self.plaintext and (self.picker_ca_file or self.client_cert_path):
-            raise ValueError("certificates are given, but the picker is spoken to in plaintext")
+            raise ValueError(
+                "certificates are given, but the connection to the picker is plaintext, without TLS"
+            )
         if self.picker_server_name and not self.picker_ca_file:
             raise ValueError(
-                f"the picker's name {self.picker_server_name!r} is given without the certificates "
-                "of who may have signed it"
+                f"the picker's name {self.picker_server_name!r} is given without the file of "
+                "certificate authorities that may have signed its certificate"
             )
         if self.message_timeout_s <= 0:
             raise ValueError(f"message timeout {self.message_timeout_s} s is not above 0")

@@ -120,7 +120,9 @@ def decode(message: bytes) -> messages.Event:
         case "response_trailers":
             return messages.ResponseTrailers()
         case _:
-            raise MalformedMessageError("the ProcessingRequest carries no phase that is known")
+            raise MalformedMessageError(
+                "the ProcessingRequest contains no known phase: headers, body or trailers"
+            )
 
 
 def encode(answer: messages.Answer) -> bytes:

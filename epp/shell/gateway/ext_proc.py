@@ -163,7 +163,7 @@ class ExtProc:
                 return self._shed()
             call = _ExtProcCall(self, self._new_session(self._gateway(peer)), wire)
         except Exception:  # noqa: BLE001  the boundary of a stream
-            _log.exception("a stream was not opened")
+            _log.exception("opening an ext_proc stream failed")
             self.observer.stream_failed()
             return EndedCall(DEFECT)
         self._calls.add(call)
@@ -298,7 +298,7 @@ class _ExtProcCall:
             if news is not None:
                 _log.info(news)
         except Exception:  # noqa: BLE001  the boundary of a stream
-            _log.exception("a stream was not closed")
+            _log.exception("closing an ext_proc stream failed")
             service.observer.stream_failed()
 
     def _encoded(self, answers: Sequence[Answer]) -> Iterable[bytes]:
@@ -320,7 +320,7 @@ class _ExtProcCall:
 
     def _defect(self) -> None:
         self.session.failed(StreamFailure.INTERNAL)
-        _log.exception("a stream failed", session=repr(self.session))
+        _log.exception("an ext_proc stream failed", session=repr(self.session))
         self.ended = DEFECT
 
 

@@ -275,7 +275,7 @@ class GrpcioServer:
                 await wire.flush()
             status = wire.ended
         except Exception:  # noqa: BLE001  the boundary of a stream
-            _log.exception("a stream failed")
+            _log.exception("a gRPC stream failed")
             status = DEFECT
         finally:
             wire.call = None
@@ -284,7 +284,9 @@ class GrpcioServer:
                 self._connections.answered(peer)
             elif status is CANCELLED and self._connections.abandoned(peer) and cut(peer):
                 self._cut(Cut.RESETS)
-                _log.warning("connection cut: it only opens streams and resets them", peer=peer)
+                _log.warning(
+                    "connection of a gateway cut: it only opens streams and resets them", peer=peer
+                )
         if status.code:
             context.set_code(_CODES[status.code])
             context.set_details(status.details)

@@ -133,8 +133,8 @@ _SETTINGS: Final[Mapping[int, int]] = {
 }
 _NO_GRPC: Final = ((b":status", b"415"), (b"content-type", b"text/plain"))
 _NO_GRPC_BODY: Final = b"expected the content type application/grpc\n"
-_NO_METHOD: Final = Status(Code.UNIMPLEMENTED, "there is no such method")
-_FULL: Final = Status(Code.RESOURCE_EXHAUSTED, "the picker holds as many bytes as it may")
+_NO_METHOD: Final = Status(Code.UNIMPLEMENTED, "there is no such gRPC method")
+_FULL: Final = Status(Code.RESOURCE_EXHAUSTED, "the picker's memory for request bodies is full")
 _OVER: Final = EndedCall(CANCELLED)
 """Placeholder for the call of a stream that is closed."""
 _FRAME_HEAD_BYTES: Final = 9
@@ -224,14 +224,14 @@ class _Messages:
         """
         if data[start]:
             raise _RefusedError(
-                Status(Code.UNIMPLEMENTED, "compressed messages are not understood")
+                Status(Code.UNIMPLEMENTED, "compressed gRPC messages are not supported")
             )
         length = int.from_bytes(data[start + 1 : start + _PREFIX_BYTES], "big")
         if length > self._bytes_max:
             raise _RefusedError(
                 Status(
                     Code.RESOURCE_EXHAUSTED,
-                    f"a message of {length} bytes is longer than {self._bytes_max}",
+                    f"a gRPC message has {length} bytes, expected at most {self._bytes_max}",
                 )
             )
         return length
@@ -483,7 +483,7 @@ class _Connection(asyncio.Protocol):
 
     def _defect(self, stream_id: int) -> None:
         """End the stream whose processing raised the current exception."""
-        _log.exception("a stream failed")
+        _log.exception("a gRPC stream failed")
         stream = self._streams.get(stream_id)
         if stream is not None and not stream.closing:
             stream.answers = None
@@ -540,7 +540,9 @@ class _Connection(asyncio.Protocol):
         timeout_s = _timeout_s(timeout)
         if timeout_s is not None:
             stream.deadline = asyncio.get_running_loop().call_later(
-                timeout_s, stream.end, Status(Code.DEADLINE_EXCEEDED, "the deadline has passed")
+                timeout_s,
+                stream.end,
+                Status(Code.DEADLINE_EXCEEDED, "the deadline of the gRPC call has passed"),
             )
 
     def _answer_plainly(self, stream_id: int) -> None:
@@ -764,7 +766,10 @@ class _Connection(asyncio.Protocol):
         if self._resets > self._settings.resets_max and self._transport is not None:
             self._resets = 0
             self._server.cut(Cut.RESETS)
-            _log.warning("connection cut: it only opens streams and resets them", peer=self._peer)
+            _log.warning(
+                "connection of a gateway cut: it only opens streams and resets them",
+                peer=self._peer,
+            )
             self._engine.terminate_connection(ErrorCode.ENHANCE_YOUR_CALM)
             self._forget_work()
             self.flush()
@@ -818,7 +823,7 @@ class _Connection(asyncio.Protocol):
             elif self._window_left() < WINDOW_LEFT_SHARE_MIN:
                 self._server.cut(Cut.WINDOW)
                 _log.warning(
-                    "connection retired: bytes that came on it are not acknowledged",
+                    "connection of a gateway retired: its received bytes are not acknowledged",
                     peer=self._peer,
                     streams=len(self._streams),
                     unacknowledged_bytes=self.unacknowledged_bytes,
@@ -1064,7 +1069,7 @@ class _Crowd:
         if not (self._evicted or self._refused) or now - self._told_at_s < TELL_S:
             return
         _log.warning(
-            "there are more connections than the limit: the idlest were asked to leave",
+            "more connections of gateways than the limit: the idlest were asked to leave",
             evicted=self._evicted,
             refused=self._refused,
             last_peer=self._peer,

@@ -155,7 +155,7 @@ class GatewayService:
         ends_at_s = time.monotonic() + flags.drain_timeout
         self._health.close()
         self._draining = True
-        _log.info("draining", streams=self._ext_proc.open_streams)
+        _log.info("drain started", streams=self._ext_proc.open_streams)
         if self._envoy is not None:
             await self._envoy.send_away()
         await _wait(hurry, min(flags.drain_grace, flags.drain_timeout))

@@ -188,7 +188,7 @@ class Discovery:
             )
         else:
             _log.info(
-                "pool",
+                "InferencePool changed",
                 selector=pool.label_selector,
                 target_ports=pool.target_ports,
                 app_protocol=pool.app_protocol,

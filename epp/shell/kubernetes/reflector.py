@@ -175,12 +175,12 @@ class Reflector(Generic[T]):
             # Statuses 400 and 422 mean that the server does not know or allow the parameter.
             if error.kind is not ApiFailure.STATUS:
                 raise
-        _log.info("streamed list unavailable, lists are read in pages", resource=str(source))
+        _log.info("API server does not stream lists, they are read in pages", resource=str(source))
         self._driver.unstreamed()
 
     def _log_listed(self, source: Collection) -> None:
         if self._logged:
-            _log.info("list available again", resource=str(source))
+            _log.info("kind of object can be listed again", resource=str(source))
         self._logged = None
 
     async def _watch(self, step: Watch) -> None:

@@ -109,7 +109,12 @@ class Observation:
         self._telemetry.telemetry_failed(event)
         if self._failures.admits(time.monotonic()):
             left_out = self._failures.left_out()
-            _log.error("telemetry failed", telling=event, exc_info=error, **left_out)
+            _log.error(
+                "recording metrics or log lines of an event failed",
+                telling=event,
+                exc_info=error,
+                **left_out,
+            )
 
     @contained
     def decided(self, exchange: Exchange) -> None:

@@ -88,4 +88,6 @@ class Addresses:
         """Log a problem of resolving names once, until it is solved or another problem occurs."""
         if self._problems.get(target) != problem:
             self._problems[target] = problem
-            _log.warning("name of peers cannot be resolved", name=target[0], problem=problem)
+            _log.warning(
+                "host name of replicas cannot be resolved", name=target[0], problem=problem
+            )

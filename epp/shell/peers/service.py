@@ -166,7 +166,7 @@ class Peers:
             return
         self._mesh.connect(addresses - {self._own})
         self._warm_start.discovered.set()
-        _log.info("peers discovered", peers=self._mesh.known)
+        _log.info("replicas discovered", peers=self._mesh.known)
 
     def endpoints_known(self) -> None:
         """Note that the endpoints are known now, which begins the warm start."""
@@ -226,7 +226,9 @@ class Peers:
             elif self._broker is not None:
                 whole = await self._broker.first_snapshot()
         except Exception:  # noqa: BLE001  The boundary of a task: the picker then starts cold.
-            self._complaints.say("no snapshot could be loaded", time.monotonic(), exc_info=True)
+            self._complaints.say(
+                "no snapshot of shared state could be loaded", time.monotonic(), exc_info=True
+            )
             return
         if self._carrier is None:
             return

@@ -66,7 +66,12 @@ class SnapshotFile:
             self._ignore(str(error))
             return False
         self.outcomes["loaded"] += 1
-        _log.info("snapshot loaded", file=str(self.path), age_s=round(age_s, 1), frames=frames)
+        _log.info(
+            "snapshot of shared state loaded",
+            file=str(self.path),
+            age_s=round(age_s, 1),
+            frames=frames,
+        )
         return True
 
     async def run(self) -> None:
@@ -105,11 +110,11 @@ class SnapshotFile:
     def _failed(self, **why: object) -> None:
         self.outcomes["failed"] += 1
         now = time.monotonic()
-        self._complaints.say("snapshot not saved", now, file=str(self.path), **why)
+        self._complaints.say("snapshot of shared state not saved", now, file=str(self.path), **why)
 
     def _ignore(self, problem: str) -> None:
         self.outcomes["ignored"] += 1
-        _log.warning("snapshot ignored", file=str(self.path), problem=problem)
+        _log.warning("snapshot of shared state ignored", file=str(self.path), problem=problem)
 
 
 def _read(path: Path) -> bytes:

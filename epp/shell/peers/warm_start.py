@@ -163,7 +163,9 @@ class SnapshotServer:
                 whole = await self._serve(self._asker)
             except Exception:  # noqa: BLE001  The boundary of a task: the next request may succeed.
                 now = time.monotonic()
-                self._complaints.say("snapshot could not be created", now, exc_info=True)
+                self._complaints.say(
+                    "snapshot of shared state could not be created", now, exc_info=True
+                )
                 whole = False
             finally:
                 self._asker = None

@@ -128,7 +128,9 @@ class TextEncoder:
         for start in range(len(outer) - len(inner) + 1):
             if outer[start : start + len(inner)] == list(inner):
                 return packed(outer[:start]), packed(outer[start + len(inner) :])
-        raise NoTokenizerError("the tokenizer changes a text by the tokens that it puts around it")
+        raise NoTokenizerError(
+            "the tokenizer changes the ids of a text when it adds special tokens around it"
+        )
 
     def _alike(self, faster: Encode, samples: Sequence[str]) -> bool:
         """Return True if `faster` and the library `tokenizers` return the same token ids for

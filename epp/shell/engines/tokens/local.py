@@ -188,7 +188,10 @@ class LocalWorker:
                 await self._run_once()
             except WorkerCannotError as error:
                 self._cannot = str(error)
-                _log.warning("prompts are measured by their bytes", problem=self._cannot)
+                _log.warning(
+                    "no tokenizer available, prompts are measured by their bytes",
+                    problem=self._cannot,
+                )
             except (OSError, EOFError, msgspec.DecodeError, ValueError, WorkerHungError) as error:
                 _log.warning(
                     "tokenizer process ended and is restarted",
@@ -329,7 +332,11 @@ class LocalWorker:
         if model in self._told or len(self._told) >= MODELS_TOLD_MAX:
             return
         self._told.add(model)
-        _log.warning("prompts are measured by their bytes", model=model, problem=problem)
+        _log.warning(
+            "no tokenizer available, prompts are measured by their bytes",
+            model=model,
+            problem=problem,
+        )
 
     def rows(self) -> list[dict[str, object]]:
         rows: list[dict[str, object]] = []

@@ -364,7 +364,7 @@ class Renderer:
         if not self._warned:
             self._warned = True
             _log.warning(
-                "renderer does not render and is requested at /tokenize: start vLLM with "
+                "renderer has no render API, /tokenize is used instead: start vLLM with "
                 "--enable-scale-out, or `vllm launch render`",
                 renderer=server.url,
             )

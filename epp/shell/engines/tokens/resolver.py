@@ -107,7 +107,7 @@ class TokenResolver:
         try:
             return self.backend.refuses(question)
         except Exception:  # noqa: BLE001  the boundary of a backend
-            _log.exception("tokens of a prompt not requested")
+            _log.exception("requesting the tokens of a prompt failed")
             return TokensResult.DEFECT
 
     def began(self, wait: "_TokenWait") -> None:
@@ -127,7 +127,7 @@ class TokenResolver:
             self._breaker.succeeded()
         elif self._breaker.failed(now):
             _log.warning(
-                "no tokens available, prompts are measured by their bytes for a while",
+                "token backend fails repeatedly, prompts are measured by their bytes for a while",
                 backend=self.backend.name,
                 problem=result.value,
             )
@@ -186,7 +186,7 @@ class _TokenWait:
             self.give_up(unknown.result)
             return
         except Exception:  # noqa: BLE001  the boundary of a backend: a defect only loses one prompt's tokens
-            _log.exception("tokens of a prompt not determined")
+            _log.exception("determining the tokens of a prompt failed")
             self.give_up(TokensResult.DEFECT)
             return
         resume = self._end(TokensResult.FOUND, sum(map(len, found.ids)) // ID_BYTES)

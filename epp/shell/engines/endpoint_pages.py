@@ -170,7 +170,7 @@ class _Source(Struct, frozen=True):
 
 
 class _Page:
-    """One page of one endpoint, with the state of its fetches."""
+    """One page (models or GPU utilization) of one endpoint, with the state of its fetches."""
 
     __slots__ = (
         *("account", "client", "endpoint", "failures", "problem", "source", "task"),

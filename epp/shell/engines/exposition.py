@@ -106,18 +106,21 @@ class MetricNames(Struct, frozen=True, kw_only=True):
     because two counters would be mixed up.
     """
     cache_queried: tuple[Selector, ...] = ()
-    """Counter of prompt tokens that were looked up in the prefix cache."""
+    """Counter of prompt tokens that the engine looked up in its prefix cache."""
     cache_hit: tuple[Selector, ...] = ()
-    """Counter of prompt tokens that the prefix cache contained in any tier; a label may name the
-    tier."""
+    """Counter of prompt tokens that the engine found in its prefix cache, in any tier; a label may
+    name the tier.
+    """
     ttft: bytes = b""
-    """A histogram or summary of seconds to the first token; its sum and count are read."""
+    """Name of a histogram or summary of seconds to the first token; its sum and count are read."""
     first_outputs: tuple[Selector, ...] = ()
-    """Counter of requests that produced their first token, incremented at that time."""
+    """Counter of requests to the engine that produced their first token, incremented at that
+    time.
+    """
     answers: tuple[Selector, ...] = ()
-    """Counter of completed responses."""
+    """Counter of responses that the engine completed."""
     answer_tokens: tuple[Selector, ...] = ()
-    """Counter of the output tokens of completed responses."""
+    """Counter of the output tokens of responses that the engine completed."""
     block_size_tokens: tuple[Selector, ...] = ()
     blocks_total: tuple[Selector, ...] = ()
     cache_info: bytes = b""
@@ -421,7 +424,9 @@ class PageMemory:
         self._pages_until_layout = 0
 
     def read(self, page: bytes, engines: tuple[_Engine, ...]) -> EndpointMetrics | None:
-        """Return the metrics of `page`, or None if it must be parsed completely."""
+        """Return the metrics of the endpoint's next metrics page, or None if the page must be
+        parsed completely.
+        """
         reading, self._reading = self._reading, None
         if reading is None or reading.engines is not engines:
             return None
@@ -698,8 +703,8 @@ def _sample(name: bytes, text: bytes) -> tuple[bytes, float]:
 
 
 def _sample_like(name: bytes, text: bytes, sample: tuple[bytes, float]) -> tuple[bytes, float]:
-    """Return the same as `_sample`, but twice as fast if the labels equal those of the earlier
-    `sample`.
+    """Return the unparsed labels and the value of a metrics line, twice as fast as `_sample` if the
+    labels equal those of the earlier `sample`.
     """
     labels = sample[0]
     opening = b"{%b} " % labels if labels else b" "
@@ -833,14 +838,14 @@ def _adapter_name(text: bytes) -> str:
 
 
 def _listed(text: bytes) -> frozenset[str]:
-    """Return the adapter names in a comma-separated label."""
+    """Return the LoRA adapter names in a comma-separated label value."""
     _limit_adapters(text.count(b",") + 1)
     parts = (part.strip() for part in text.split(b","))
     return frozenset(_adapter_name(part) for part in parts if part)
 
 
 def _with(loaded: Sequence[Mapping[bytes, bytes]], label: bytes, value: bytes) -> frozenset[str]:
-    """Return the names of cached adapters whose `label` has `value`."""
+    """Return the names of those cached LoRA adapters whose label `label` has the value `value`."""
     return frozenset(
         _adapter_name(row[b"adapter_name"])
         for row in loaded

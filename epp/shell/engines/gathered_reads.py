@@ -33,8 +33,8 @@ class GatheredReads:
         self._selector.unregister(descriptor)
 
     def fetch(self, until_s: Seconds) -> bool:
-        """Call the callbacks of readable connections until `until_s`. Return whether any was
-        readable.
+        """Call the callbacks of readable connections, until the time `until_s`. Return True if any
+        connection was readable.
 
         Each call starts with another connection, so that all are served eventually.
         """

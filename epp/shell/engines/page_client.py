@@ -360,7 +360,7 @@ class PageClient:
             raise
 
     def close(self) -> None:
-        """Close the connection if there is one."""
+        """Close the client's connection to the endpoint if there is one."""
         if self._connection is not None:
             self._connection.abort()
             self._connection = None

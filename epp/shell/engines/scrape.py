@@ -112,7 +112,9 @@ class _Target:
         self.idle = False
         """True if the endpoint was idle at its last scrape and got no work since."""
         self.problem: tuple[ScrapeFailure, str] | None = None
-        """Kind and sentence of the last failure, or None if the last scrape succeeded."""
+        """Kind and sentence of the endpoint's last failure, or None if its last scrape
+        succeeded.
+        """
         self.due_s: Seconds = 0.0
         self.earliest_s: Seconds = 0.0
         """Time at which the next scrape of this endpoint would be due without back-off for
@@ -187,7 +189,7 @@ class Scraper:
 
     @property
     def interval_s(self) -> Seconds:
-        """Mean time in seconds between two scrapes of one endpoint that answers."""
+        """Mean time in seconds between two scrapes of an endpoint that answers."""
         return max(self._interval_s_min, self._interval_s(len(self._targets)))
 
     @property

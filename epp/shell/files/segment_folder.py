@@ -63,7 +63,7 @@ class SegmentFolder:
         return self._descriptor is not None
 
     def begin(self, number: int) -> None:
-        """Close the current segment and open the one with this `number`. Raises `OSError`."""
+        """Close the open segment, and open the one with the given `number`. Raises `OSError`."""
         self.close()
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._open_name, self.segment_bytes = self._name_of(number), 0

@@ -14,12 +14,14 @@ from typing import Final, Protocol
 from epp.core.types import Seconds
 
 _LAST_DATA_AT: Final = 52
-"""Offset of `tcpi_last_data_recv`, in milliseconds, in `struct tcp_info` of `linux/tcp.h`."""
+"""Offset in bytes of the field `tcpi_last_data_recv` in `struct tcp_info` (`linux/tcp.h`). The
+field has the age of the newest data in milliseconds.
+"""
 _INFO_BYTES: Final = 104
 
 
 class Lag(Protocol):
-    """A source of estimates of how late the event loop reads."""
+    """A source of estimates of how late the event loop reads from its sockets."""
 
     def overdue_s(self, now: Seconds) -> Seconds:
         """Return how many seconds data that the event loop reads at `now` may have waited in the

@@ -257,7 +257,7 @@ class BootstrapOptions(Struct, frozen=True, kw_only=True):
     """
     second_picker_address: str = ""
     """Addresses of the pickers that Envoy uses while none in `picker_address` is healthy, in the
-    same form; empty for none. A name may resolve to many pickers.
+    form of `picker_address`; empty for none. A name may resolve to many pickers.
     """
     plaintext: bool = False
     """True if Envoy connects to the picker with plaintext HTTP/2 (h2c) instead of TLS."""

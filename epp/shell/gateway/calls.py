@@ -17,7 +17,7 @@ from epp.shell.supervision import Loop
 
 
 class Code(IntEnum):
-    """The gRPC status codes that the picker sends or receives."""
+    """Codes of the gRPC statuses that the picker sends or receives."""
 
     OK = 0
     CANCELLED = 1
@@ -137,7 +137,7 @@ class EndedCall:
         """Do nothing, because this call sends no messages."""
 
     def closed(self, status: Status) -> None:
-        """Do nothing, because the call has no state."""
+        """Do nothing at the end of the stream, because this call has no state."""
 
 
 class Connected(Struct, frozen=True):
@@ -156,7 +156,9 @@ class Transport(Protocol):
     """
 
     async def listen(self, host: str, port: int, certificate: ServerCertificate | None) -> int:
-        """Listen on `port` at `host` (0 for any free port) and return the port. Raises `OSError`."""
+        """Listen for gateways on `port` at `host` (0 for any free port) and return the port number.
+        Raises `OSError`.
+        """
         ...
 
     async def start(self) -> None:

@@ -156,7 +156,7 @@ class ExtProc:
                 call.wire.end(OK)
 
     def open(self, peer: str, wire: Wire) -> Call:
-        """Return the call for the next stream of `peer`. Never raises."""
+        """Return the call that serves a new stream of the gateway `peer`. Never raises."""
         self._opened_at_s = self.clock()
         try:
             if len(self._calls) >= self._streams_max:

@@ -206,7 +206,9 @@ class GrpcioServer:
             self._server.add_generic_rpc_handlers((generic,))
 
     async def listen(self, host: str, port: int, certificate: ServerCertificate | None) -> int:
-        """Listen on `port` at `host` (0 for any free port) and return the port. Raises `OSError`."""
+        """Listen for gateways on `port` at `host` (0 for any free port) and return the port number.
+        Raises `OSError`.
+        """
         # gRPC would report the reason only on standard error, and not as a log line.
         _try_port(host, port)
         address = address_of(host, port)

@@ -63,7 +63,9 @@ from epp.shell.starting import EVERYWHERE
 from epp.shell.supervision import Loop
 
 CONNECTION_STREAMS_MAX: Final = 4_096
-"""Maximum number of open streams on one connection; Envoy opens another connection for more."""
+"""Maximum number of open streams on one gateway's connection; Envoy opens another connection for
+more.
+"""
 STREAM_WINDOW_BYTES: Final = 1_048_576
 READ_BYTES_MAX: Final = 65_536
 """Maximum number of received bytes that are parsed into HTTP/2 frames at a time; they may contain
@@ -402,7 +404,9 @@ class _Connection(asyncio.Protocol):
         self.flush()
 
     def eof_received(self) -> None:
-        """Do nothing: asyncio closes the connection, and `connection_lost` ends its streams."""
+        """Do nothing when the gateway closes its side: asyncio closes the connection, and
+        `connection_lost` ends its streams.
+        """
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -482,7 +486,9 @@ class _Connection(asyncio.Protocol):
             self._defect(stream_id)
 
     def _defect(self, stream_id: int) -> None:
-        """End the stream whose processing raised the current exception."""
+        """End the stream whose processing raised the current exception, with a status that says
+        that the picker failed.
+        """
         _log.exception("a gRPC stream failed")
         stream = self._streams.get(stream_id)
         if stream is not None and not stream.closing:
@@ -571,8 +577,8 @@ class _Connection(asyncio.Protocol):
         self.carry_on(stream)
 
     def _data_past_end(self, stream_id: int, count: int) -> None:
-        """Acknowledge `count` bytes that arrived for an ended stream, because they are not
-        processed.
+        """Acknowledge `count` bytes that arrived for a stream after its end, because these bytes
+        are not processed.
         """
         self._acknowledge(stream_id, count)
         lingering = self._lingering.get(stream_id)
@@ -942,7 +948,9 @@ class Http2Server:
         )
 
     async def listen(self, host: str, port: int, certificate: ServerCertificate | None) -> int:
-        """Listen on `port` at `host` (0 for any free port) and return the port. Raises `OSError`."""
+        """Listen for gateways on `port` at `host` (0 for any free port) and return the port number.
+        Raises `OSError`.
+        """
         listening = _socket(host, port)
         server = await asyncio.get_running_loop().create_server(
             lambda: _Connection(self),
@@ -972,7 +980,7 @@ class Http2Server:
         return {"connections": self._look_after}
 
     async def _look_after(self) -> None:
-        """Examine the connections periodically, until cancelled."""
+        """Examine all connections of gateways periodically, until cancelled."""
         while True:
             await asyncio.sleep(POLL_S)
             now = self.clock()
@@ -1031,7 +1039,7 @@ class Http2Server:
         return True
 
     def failed(self, connection: _Connection) -> None:
-        """Count a violation of HTTP/2 by `connection`."""
+        """Count that the gateway of `connection` violated HTTP/2."""
         if connection in self._connections:
             self.places.leaving(connection)
             self.cut(Cut.PROTOCOL)

@@ -16,8 +16,8 @@ from epp.core.types import Seconds
 
 CONNECTIONS_MAX: Final = 1_024
 HOST_CONNECTIONS_MAX: Final = 256
-"""Maximum number of connections from one address. An Envoy opens one for each of its threads, and
-several gateways may share an address behind a NAT or a mesh proxy.
+"""Maximum number of connections of gateways from one address. An Envoy opens one for each of its
+threads, and several gateways may share an address behind a NAT or a mesh proxy.
 """
 
 

@@ -182,7 +182,7 @@ class GatewayService:
         return self._envoy is None or await self._envoy.idle_for_s() >= QUIET_S
 
     def _transports(self) -> tuple[Transport, Transport]:
-        """Return the transports of the serving port and of the health port."""
+        """Return the gRPC transports of the serving port and of the health port."""
         assert self._serving is not None, "the ports are taken"
         assert self._checking is not None, "the ports are taken"
         return self._serving, self._checking

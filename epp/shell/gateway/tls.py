@@ -45,14 +45,16 @@ connection before its handshake.
 
 
 class CertificatePair(Struct, frozen=True):
-    """A certificate chain, leaf first, and the private key of the leaf, both as PEM."""
+    """A TLS certificate chain, leaf first, and the private key of the leaf, both as PEM."""
 
     certificate_chain: bytes
     private_key: bytes
 
 
 def self_signed(host_name: str, now: dt.datetime) -> CertificatePair:
-    """Return a P-256 certificate for localhost and `host_name`, valid for ten years from `now`."""
+    """Return a self-signed P-256 certificate for localhost and `host_name`, valid for ten years
+    from `now`.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "homing")])
     names = [x509.DNSName(dns_name) for dns_name in dict.fromkeys(("localhost", host_name))]

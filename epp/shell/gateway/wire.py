@@ -112,10 +112,12 @@ class _Opening(Struct, frozen=True, eq=False):
     """
 
     spelled: bytes
-    """Bytes of these headers as they stand in the message."""
+    """Bytes of the opening's headers, as they stand in an ext_proc message."""
     headers: dict[str, str]
     counted: range
-    """Range of the positions of the headers that may follow; its length limits their number."""
+    """Range of the positions of the headers that may follow the opening; its length limits their
+    number.
+    """
 
 
 _NO_OPENING: Final = _Opening(b"", {}, _COUNTED)

@@ -39,7 +39,7 @@ class ApiFailure(StrEnum):
 
 
 class ApiError(Exception):
-    """A request to the API server failed. The message is one sentence."""
+    """Raised if a request to the API server failed. The message is one sentence."""
 
     def __init__(
         self, kind: ApiFailure, sentence: str, *, retry_after_s: Seconds | None = None

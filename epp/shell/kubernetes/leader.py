@@ -226,7 +226,9 @@ class LeaderElector:
             self._on_change()
 
     async def _release(self) -> None:
-        """Release the Lease so that another replica can lead immediately."""
+        """Release the Lease at the end of this replica's leadership, so that another replica can
+        lead immediately.
+        """
         held = self._election.leads(time.monotonic())
         self._election.lost()
         self._update()

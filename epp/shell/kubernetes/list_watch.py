@@ -120,7 +120,7 @@ class Statistics:
 
     def __init__(self) -> None:
         self.lists = 0
-        """Number of lists that were started."""
+        """Number of lists of this kind of object that were started."""
         self.watches = 0
         self.repairs = 0
         """Number of objects for which a periodic list differed from what the watch had reported."""
@@ -577,7 +577,9 @@ def _watch_error(status: Raw) -> ApiError:
 
 
 class LineSplitter:
-    """A splitter of byte chunks into complete lines of at most `line_bytes_max`."""
+    """A splitter of the received bytes of a watch into complete lines of at most
+    `line_bytes_max`.
+    """
 
     def __init__(self, line_bytes_max: int) -> None:
         self._line_bytes_max = line_bytes_max
@@ -585,7 +587,9 @@ class LineSplitter:
         self._bytes = 0
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """Yield every line that `chunk` completes. Raises `ApiError` if a line is too long."""
+        """Yield every line of a watch that `chunk` completes. Raises `ApiError` if a line is too
+        long.
+        """
         *ended, rest = chunk.split(b"\n")
         for piece in ended:
             line = b"".join((*self._parts, piece))

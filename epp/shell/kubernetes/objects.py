@@ -136,7 +136,7 @@ _decode_pool = msgspec.json.Decoder(_PoolObject).decode
 
 
 def read_pool(raw: bytes) -> Pool:
-    """Parse an InferencePool of v1. Raises `msgspec.ValidationError`."""
+    """Parse the JSON of an InferencePool (API version v1). Raises `msgspec.ValidationError`."""
     pool = _decode_pool(raw)
     labels = pool.spec.selector.match_labels
     return Pool(
@@ -163,7 +163,9 @@ class Pod(Struct, frozen=True, kw_only=True):
     active_ports: frozenset[int] | None
     """Ports of the pod that serve, or None for all ports."""
     incarnations: Mapping[int, str]
-    """Identity of the running container by port; 0 stands for all containers of the pod."""
+    """Identity of the pod's running container by port; port 0 stands for all containers of the
+    pod.
+    """
     node: str = ""
     """IP address of the pod's node, with IPv6 in brackets; "" if it is unknown."""
 
@@ -366,7 +368,7 @@ class _RewriteObject(Struct, frozen=True):
 
 
 class Rewrite(Struct, frozen=True, kw_only=True):
-    """The rules of an InferenceModelRewrite."""
+    """The rules of an InferenceModelRewrite, with its creation time."""
 
     created: str
     """Creation time of the InferenceModelRewrite in RFC 3339 and UTC, so that texts sort like

@@ -31,4 +31,4 @@ class ClusterSnapshot(Struct, frozen=True, kw_only=True):
     events: Mapping[str, int]
     """Number of Kubernetes Events by result ("written", "dropped")."""
     leading: bool | None
-    """True if this replica leads, or None without leader election."""
+    """True if this replica leads, None without leader election."""

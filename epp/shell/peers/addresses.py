@@ -28,7 +28,9 @@ _log = structlog.get_logger(__name__)
 
 
 async def resolve(host: str) -> list[str]:
-    """Resolve `host` with the resolver of the operating system."""
+    """Return the IP addresses of `host` from the resolver of the operating system. Raises
+    `OSError`.
+    """
     found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return [str(address[0]) for _, _, _, _, address in found]
 

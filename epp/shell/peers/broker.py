@@ -433,7 +433,9 @@ def _heed_cancellation() -> None:
 
 
 def _frames(payload: bytes) -> Iterator[bytes | None]:
-    """Yield the frames of a published message, and finally None if the message is truncated."""
+    """Yield the frames in the payload of a broker's message, and finally None if the payload is
+    truncated or a frame is too long.
+    """
     at = ORIGIN_BYTES
     while at < len(payload):
         start = at + _LENGTH.size

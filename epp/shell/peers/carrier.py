@@ -76,7 +76,7 @@ class Carrier(Protocol):
 
     @property
     def known(self) -> int:
-        """Number of known peers, including those that do not answer."""
+        """Number of known peers, including peers that do not answer."""
         ...
 
     @property

@@ -48,19 +48,21 @@ class Problem(StrEnum):
     """The reason why a connection between replicas failed or ended."""
 
     LOST = "lost"
-    """The peer closed the connection or disappeared."""
+    """The peer closed the connection, or disappeared."""
     REFUSED = "refused"
-    """The peer could not be reached."""
+    """The connection ended because the peer could not be reached."""
     VERSION = "version"
-    """The peer has another version or is not a replica."""
+    """The connection ended because the peer has another version or is not a replica."""
     SECRET = "secret"  # noqa: S105  a word
-    """The peer does not know the secret, or only one side has a secret."""
+    """The connection ended because the peer does not know the secret, or only one side has a
+    secret.
+    """
     HANDSHAKE = "handshake"
-    """TLS failed although the peer knows the secret."""
+    """The TLS handshake failed although the peer knows the secret."""
     MESSAGE = "message"
-    """The peer sent an invalid or too long message."""
+    """The connection ended because the peer sent a message that is invalid or too long."""
     CLOSED = "closed"
-    """This process closed the connection."""
+    """This process closed the connection to the peer."""
 
 
 class Stage(StrEnum):
@@ -110,7 +112,7 @@ class Connection:
         return len(self._outgoing)
 
     def close(self) -> None:
-        """Close the connection immediately and discard queued data."""
+        """Close the connection to the peer immediately and discard the data queued for it."""
         self.fail(Problem.CLOSED)
         self._socket.close()
 

@@ -164,8 +164,9 @@ class Mesh:
         self._beaten_at_s: Seconds | None = None
         self._turn = 0
         self.warm_since_s: Seconds | None = None
-        """Time since which this picker has the state of its peers and can share it; set from
-        outside."""
+        """Time since which this picker has the state of its peers and can share it with others, or
+        None if it has none yet. The owner of the mesh sets it.
+        """
 
     def __repr__(self) -> str:
         return f"<Mesh [{len(self.up)} of {len(self._links)} peers answer]>"
@@ -236,7 +237,7 @@ class Mesh:
 
     @property
     def known(self) -> int:
-        """Number of known peers, including those that do not answer."""
+        """Number of known peers, including peers that do not answer."""
         return len(self._links)
 
     @property
@@ -265,7 +266,7 @@ class Mesh:
     # Methods that transport frames.
 
     def send(self, frame: bytes) -> None:
-        """Send `frame` to every peer that answers."""
+        """Send `frame` over the connection to every peer that answers."""
         for link in self._links.values():
             if link.up_since_s is not None:
                 self._send_counted(link, Kind.FRAME, frame)

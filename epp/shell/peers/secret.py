@@ -103,7 +103,9 @@ def stranger() -> Identity:
 
 
 def identity_of(secret: bytes) -> Identity:
-    """Return a new identity that every process with the same `secret` accepts."""
+    """Return a new identity for this process, which every process with the same `secret` accepts as
+    that of a peer.
+    """
     # Every 32 bytes are a valid Ed25519 key (RFC 8032, 5.1.5).
     authority_key = Ed25519PrivateKey.from_private_bytes(_derived(secret, _AUTHORITY))
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "homing peers")])

@@ -127,7 +127,9 @@ def _read(path: Path) -> bytes:
 
 
 def _write(path: Path, beside_name: str, frames: list[bytes], created_s: Seconds) -> None:
-    """Replace the file at `path` so that it survives a crash of the node. Raises `OSError`."""
+    """Replace the snapshot file at `path` so that it survives a crash of the node. Raises
+    `OSError`.
+    """
     beside = path.with_name(beside_name)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW

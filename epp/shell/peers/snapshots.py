@@ -110,10 +110,11 @@ async def gathered(exchange: PeerExchange, bytes_max: int = SNAPSHOT_BYTES_MAX) 
 
 
 async def load(exchange: PeerExchange, content: bytes, now_s: Seconds) -> tuple[int, Seconds]:
-    """Pass the snapshot `content`, read at the Unix time `now_s`, to the exchange.
+    """Pass the frames of the encoded snapshot `content`, read at the Unix time `now_s`, to the
+    exchange.
 
-    Return the number of its frames and their age in seconds. Raises `SnapshotError` if the snapshot
-    is invalid.
+    Return the number of these frames and their age in seconds. Raises `SnapshotError` if the
+    snapshot is invalid.
     """
     # Hashing and parsing some megabytes would block the event loop, so a thread does it.
     frames, age_s = await asyncio.to_thread(unpack, content, now_s)

@@ -23,10 +23,10 @@ class Traffic:
             ("received", "dropped"): 0,
             **{("received", taken.value): 0 for taken in Taken if taken is not Taken.TAKEN},
         }
-        """Number of frames by direction and outcome.
-
-        "dropped" means that the peer's queue was full. Outcomes of `Taken` also count as
-        "received"."""
+        """Number of frames exchanged with peers, by direction ("sent", "received") and outcome.
+        "dropped" means that the peer's queue was full. Frames with an outcome of `Taken` are
+        counted as "received" in addition.
+        """
         self.bytes_sent = 0
         self.bytes_received = 0
         self.failures: dict[str, int] = {}
@@ -43,7 +43,7 @@ class Traffic:
         self.frames["received", "unreadable"] += 1
 
     def took(self, taken: Taken) -> None:
-        """Count the outcome of a received frame."""
+        """Count the outcome of a frame that was received from a peer."""
         if taken is not Taken.TAKEN:
             self.frames["received", taken.value] += 1
 

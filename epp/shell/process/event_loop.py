@@ -1,4 +1,4 @@
-"""Select the event loop of the process and raise its limit of open files."""
+"""Select the event loop of the process, and raise the process's limit of open files."""
 
 import asyncio
 import resource

@@ -49,7 +49,9 @@ class NoChatError(Exception):
 
 
 def as_chat(api: ApiKind, body: Json) -> Json:
-    """Convert `body` to the chat request with the same prompt. Raises `NoChatError`."""
+    """Convert the body of a request of any supported API to the chat request from which vLLM
+    renders the prompt. Raises `NoChatError`.
+    """
     make = _MAKERS.get(api)
     if make is None:
         return body

@@ -1,4 +1,4 @@
-"""The token producer of the current configuration, with its background work."""
+"""Provide the token producer of the current configuration, with its background work."""
 
 import asyncio
 from collections import deque
@@ -49,7 +49,7 @@ class TokensSnapshot(Struct, frozen=True, kw_only=True):
     results: Mapping[str, int] = field(default_factory=dict)
     """Number of requests for tokens by `TokensResult`."""
     compared: Mapping[str, int] = field(default_factory=dict)
-    """Number of prompts compared with the engine's ids, by `Compared`."""
+    """Number of prompts whose token ids were compared with the engine's, by result (`Compared`)."""
 
 
 class _Served(Struct, frozen=True):

@@ -56,7 +56,7 @@ class Sums:
                 samples.append(value)
 
     def row(self, decided: int) -> _Row:
-        """Return these sums as a row, with their share of `decided`, the total number of decisions;
+        """Return the sums as a row, with their share of `decided`, the total number of decisions;
         unknown values are None.
         """
         return {

@@ -110,7 +110,7 @@ _BY_BLOCKS: Final = "prefix-cache-scorer"
 
 
 class _Deciding(Struct, frozen=True, gc=False):
-    """A decision that waits to be recorded."""
+    """A decision that waits to be recorded in memory and files."""
 
     at_s: float
     told: Decided
@@ -123,12 +123,12 @@ class _Deciding(Struct, frozen=True, gc=False):
 
 
 class _Ending(Struct, frozen=True, gc=False):
-    """The end of a request, which waits to be recorded."""
+    """The end of a decision's request, which waits to be recorded."""
 
     number: int
     head: bytes
     output_seen: bool
-    """True if `head` contains the time of the first output."""
+    """True if `head`, the record of the end, contains the time of the request's first output."""
 
 
 class _Other(Struct, frozen=True, gc=False):
@@ -172,7 +172,7 @@ class Lately(Struct, kw_only=True):
     until_s: float
     decided: int = 0
     refused: dict[str, int] = msgspec.field(default_factory=dict)
-    """Number of refusals by reason."""
+    """Number of refused requests by reason."""
     endpoints: dict[str, "LatelyThere"] = msgspec.field(default_factory=dict)
     """Sums of the decisions for each endpoint, by the endpoint's name."""
 

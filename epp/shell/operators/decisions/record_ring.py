@@ -16,9 +16,9 @@ GONE: Final = -1
 
 
 class RecordRing:
-    """A ring of the newest records that fit in `size_bytes`, for use in one thread.
+    """A ring buffer with the newest records that fit in `size_bytes`, for use in one thread.
 
-    Raises `ValueError` unless the size is a multiple of 4 from 16 to 2**32 - 4.
+    Raises `ValueError` unless `size_bytes` is a multiple of 4 from 16 to 2**32 - 4.
     """
 
     def __init__(self, size_bytes: int) -> None:

@@ -147,7 +147,7 @@ class Live(Struct, frozen=True, kw_only=True):
 
     version: str
     at_s: float
-    """Unix time of this state in seconds."""
+    """Unix time in seconds at which this state of the picker was collected."""
     pool: str
     window_s: float
     """Length in seconds of the window over which requests are counted; shorter than usual if older
@@ -157,7 +157,7 @@ class Live(Struct, frozen=True, kw_only=True):
     refused: dict[str, int]
     """Number of refused requests in the window, by reason."""
     shed_total: int
-    """Number of streams that were rejected unread since the start."""
+    """Number of ext_proc streams that were rejected unread since the start."""
     unparsed_total: dict[str, int] = field(default_factory=dict)
     """Number of requests since the start whose body was not fully understood, by reason."""
     decided_total: int

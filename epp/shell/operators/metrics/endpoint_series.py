@@ -19,7 +19,9 @@ ENDPOINTS_MAX: Final = 1_000
 WAITING_MAX: Final = 256
 """Maximum number of ended requests that wait to be counted in the series of their endpoints."""
 UNREACHED: Final = "unreached"
-"""Status class for responses that the gateway sent because it could not reach the endpoint."""
+"""Value of the label for the status class of responses that the gateway sent because it could not
+reach the endpoint.
+"""
 _NUMBERS: Final = 6
 
 _Labels = tuple[str, str, str]

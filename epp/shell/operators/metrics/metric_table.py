@@ -1,7 +1,8 @@
 """Define every exported metric in one table, which tests and documentation read.
 
-Names are those of the reference endpoint picker with the prefix `homing_`, if it has the metric. A
-counter is listed by the name that queries use, with `_total`.
+Names are those of the reference endpoint picker (Gateway API inference extension) with the prefix
+`homing_`, if that picker has the metric. A counter is listed by the name that queries use, with
+`_total`.
 """
 
 from typing import Final, Literal, TypeAlias

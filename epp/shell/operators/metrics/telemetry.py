@@ -112,7 +112,7 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     """
 
     pool: str = ""
-    """Name of the InferencePool."""
+    """Name of the InferencePool, or "" if there is none."""
     candidates: Candidates
     """All known endpoints of the pool, ready or not, as candidates."""
     ready: int = 0
@@ -156,7 +156,7 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     kv_events: KVEventsSnapshot | None = None
     """Counts of received KV-cache events, or None if no index receives them."""
     peers: PeerExchange | None = None
-    """State shared with other replicas, or None if this picker has no peers."""
+    """Exchange of state with the other replicas, or None if this picker has no peers."""
     peer_links: PeersSnapshot | None = None
     """Counts about connections to peers, or None if this picker has no peers."""
     capture: JournalSnapshot | None = None
@@ -164,7 +164,9 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     history: JournalSnapshot | None = None
     """Counts of the decision history in files, or None if it is disabled."""
     shadow: ShadowTotals | None = None
-    """Totals of the shadow profile, or None if there is none."""
+    """Totals of comparing the shadow profile with the decisions, or None if no shadow profile is
+    configured.
+    """
     first_tokens: Mapping[str, FirstTokens] = field(default_factory=dict)
     """Engines' times to first token by endpoint id, for endpoints whose engine reports them."""
     hits: Mapping[int, HitComparison] = field(default_factory=dict)
@@ -469,7 +471,9 @@ class Telemetry:
         self._not_kept = made.numbers_by("homing_last_good_write_errors_total")
 
     def _open_streams(self, made: "_Counted") -> None:
-        """Open the metrics of ext_proc streams and of the connections that carry them."""
+        """Open the metrics of ext_proc streams and of the gateways' connections that carry these
+        streams.
+        """
         self._streams = made.number("homing_extproc_streams_inflight")
         self._streams_ended = made.numbers_by("homing_extproc_streams_total", 32)
         self._stream_s = made.distribution("homing_extproc_stream_duration_seconds")
@@ -708,7 +712,7 @@ class Telemetry:
         self._without_prefix(mode).inc()
 
     def request_unparsed(self, api: str, reason: str) -> None:
-        """Count a request that was routed although its body could not be read."""
+        """Count a request that was routed although the picker could not read its body."""
         self._unparsed(api, reason).inc()
 
     def unknown_body_mode(self, mode: int) -> None:
@@ -720,7 +724,7 @@ class Telemetry:
         self._unknown_objective.inc()
 
     def protocol_violated(self, phase: str, event: str) -> None:
-        """Count an `event` from a gateway that the `phase` of the stream does not allow."""
+        """Count an `event` that a gateway sent although the stream's `phase` does not allow it."""
         self._violations(phase, event).inc()
 
     def response_body_declined(self) -> None:

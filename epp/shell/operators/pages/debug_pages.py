@@ -56,7 +56,7 @@ _COLUMNS: Final = (
     *("prompt_tokens", "matched", "ready", "candidates", "eliminated", "refused", "status"),
     "scores",
 )
-"""Columns of the table of decisions."""
+"""Columns of the table of decisions on the page /debug/decisions."""
 
 
 class DebugPages:

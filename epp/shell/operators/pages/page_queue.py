@@ -49,7 +49,7 @@ class PageQueue:
 
 
 async def in_turns(rows: Iterable[T]) -> AsyncIterator[T]:
-    """Yield `rows`; the event loop runs after every `ROWS_PER_TURN`."""
+    """Yield `rows` of a table; the event loop runs after every `ROWS_PER_TURN` rows."""
     for number, row in enumerate(rows, 1):
         yield row
         if number % ROWS_PER_TURN == 0:

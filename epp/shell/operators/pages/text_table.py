@@ -18,7 +18,7 @@ def table(rows: Iterable[Row]) -> str:
 
 
 async def table_in_turns(rows: Iterable[Row]) -> str:
-    """Return the same text as `table`, but let the event loop run after every few rows."""
+    """Format rows as `table` does, but let the event loop run after every few rows."""
     made = _Table()
     async for row in in_turns(rows):
         made.add(row)
@@ -48,7 +48,7 @@ class _Table:
 
 
 def cell(value: Any) -> str:
-    """Return a value as text without control characters or line breaks."""
+    """Return a table's value as text without control characters or line breaks."""
     if value is None or value == "":
         return "-"
     text = f"{value:g}" if isinstance(value, float) else str(value)

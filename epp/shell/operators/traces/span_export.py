@@ -74,9 +74,9 @@ class SpanExport(SpanProcessor):
         self._failing = False
         self.exported = 0
         self.failed = 0
-        """Number of spans that the collector did not accept."""
+        """Number of spans whose export to the collector failed."""
         self.dropped = 0
-        """Number of spans dropped because the queue was full."""
+        """Number of spans that were dropped because the export queue was full."""
 
     async def __aenter__(self) -> Self:
         logger = logging.getLogger(EXPORTERS_LOG)

@@ -139,7 +139,9 @@ class Tracer:
         """
 
     def begin(self, exchange: Exchange, now: Seconds) -> RequestTrace | UnsampledTrace:
-        """Return the trace of `exchange`, which was decided or refused at `now`."""
+        """Return the span of the request `exchange`, which was decided or refused at `now`, or the
+        trace of an unsampled request.
+        """
         headers = exchange.headers
         said = headers.get(PARENT_HEADER, "")
         parent = _NO_CONTEXT
@@ -192,9 +194,10 @@ class Tracer:
     def end(
         self, exchange: Exchange, now: Seconds, attributes: Mapping[str, Any], error: str
     ) -> bool:
-        """End the span of `exchange`. Return True if it was sampled and queued.
+        """End the span of the request `exchange`. Return True if it was sampled and queued for
+        export.
 
-        `attributes` describe the end. `error` is the reason of a failure, or "".
+        `attributes` describe the end of the request. `error` is the reason of its failure, or "".
         """
         trace = exchange.trace
         if not isinstance(trace, RequestTrace):

@@ -55,9 +55,9 @@ class EnvoyAdmin:
         await self._ask("POST", "/healthcheck/fail")
 
     async def call_back(self) -> None:
-        """Undo `send_away`, because a picker that is restarted alone finds its Envoy in that state.
+        """Undo `send_away`. A picker that is restarted alone finds its Envoy in that state.
 
-        If Envoy does not answer, there is nothing to undo: it may be starting too.
+        If Envoy does not answer, there is nothing to undo, because Envoy may be starting as well.
         """
         with contextlib.suppress(OSError):
             async with asyncio.timeout(TIMEOUT_S):

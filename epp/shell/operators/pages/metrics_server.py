@@ -48,7 +48,7 @@ class MetricsServer:
     ) -> None:
         """Create the server. If `host` is None, it listens on all interfaces; if `port` is 0, on
         any free port. `routes` are additional pages such as /debug/..., and `pages` describes them
-        by path for the list at /. The semaphore `turn` is held while a page is created.
+        by path for the list at /. The lock `turn` is held while a page is created.
         """
         self._registry = registry
         self._ready = ready

@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 class PageQueue:
-    """A queue of pages to create, each while holding the semaphore `turn`. Several queues may share
-    one semaphore: their pages are created one at a time, but a full queue does not block others.
+    """A queue of pages to create, each while holding the lock `turn`. Several queues may share
+    one lock: their pages are created one at a time, but a full queue does not block others.
     """
 
     def __init__(self, turn: asyncio.Lock) -> None:

@@ -128,8 +128,8 @@ class ExtProc:
         return 0.0 if self._calls or self.shedding else self.clock() - self._opened_at_s
 
     def end_bypassed(self) -> None:
-        """From now on, end each ext_proc stream with OK as soon as the response to the client no
-        longer needs the picker.
+        """End each ext_proc stream, from now on, with OK as soon as its response no longer needs the
+        picker.
         """
         self.draining = True
         for call in list(self._calls):

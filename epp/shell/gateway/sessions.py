@@ -51,8 +51,8 @@ class Sessions:
         self._resolver = resolver
 
     def pass_from(self, bytes_: int | None) -> None:
-        """While memory is scarce, let new sessions route request bodies of `bytes_` or more without
-        reading them; None removes the limit.
+        """Let new sessions route request bodies of `bytes_` or more without reading them, while memory
+        is scarce; None removes the limit.
         """
         self.settings = msgspec.structs.replace(self.settings, pass_from_bytes=bytes_)
 

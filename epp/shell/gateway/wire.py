@@ -88,9 +88,7 @@ _HEADERS_END: Final = b"\x18\x01"
 _BODY_ENDS: Final = b"\x10\x01"
 
 _LONG: Final = 0x80
-"""In the protobuf encoding of an integer, a byte of this value or more is followed by another
-byte.
-"""
+"""Value from which a byte of an integer in protobuf encoding is followed by another byte."""
 _COUNTED: Final = range(HEADERS_MAX)
 
 

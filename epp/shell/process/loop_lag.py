@@ -73,9 +73,7 @@ class LoopLag:
         """True if the next turn of the event loop will be counted."""
         self._beating: asyncio.TimerHandle | None = None
         self._seconds: deque[tuple[Seconds, int, Seconds, Seconds]] = deque(maxlen=WINDOW_S)
-        """For each second with a beat: its start time, number of beats, total lag and maximum
-        lag.
-        """
+        """Start time, number of beats, total lag and maximum lag of each second with a beat."""
 
     async def run(self) -> None:
         """Measure event-loop lag until cancelled."""

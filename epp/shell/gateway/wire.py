@@ -191,8 +191,8 @@ class Decoder:
             return None
         told, self._reported = self._reported, state
         if state[1] is not told[1]:
-            return f"a message is left to protobuf because its {state[1]} is unusual"
-        return "messages are scanned"
+            return f"an ext_proc message is left to protobuf because its {state[1]} is unusual"
+        return "ext_proc messages are read by the fast reader"
 
     def _request_headers(self, message: bytes) -> Event:
         headers, ends, at = self._headers(message)

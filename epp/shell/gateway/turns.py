@@ -46,7 +46,7 @@ class Turn:
         return True
 
 
-class Taking(Protocol):
+class TurnTaker(Protocol):
     """An object, such as a connection, that does its work in turns."""
 
     def turn(self) -> bool:
@@ -61,7 +61,7 @@ class Turns:
 
     def __init__(self, clock: Callable[[], Seconds]) -> None:
         self._clock = clock
-        self._due: deque[Taking] = deque()
+        self._due: deque[TurnTaker] = deque()
         self._called = False
 
     def __repr__(self) -> str:
@@ -72,7 +72,7 @@ class Turns:
         """True if no object waits for a turn, so that a new one may begin at once."""
         return not self._due
 
-    def due(self, taking: Taking) -> None:
+    def due(self, taking: TurnTaker) -> None:
         """Schedule turns for the object `taking`, which is not scheduled yet."""
         self._due.append(taking)
         self._call()

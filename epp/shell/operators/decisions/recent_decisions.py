@@ -165,7 +165,7 @@ class Wanted(Struct, frozen=True, kw_only=True):
         return self.refused in {"", "false"} and (not self.endpoint or called)
 
 
-class Lately(Struct, kw_only=True):
+class RecentSums(Struct, kw_only=True):
     """Sums over the decisions and refusals from `since_s` to `until_s`, in Unix time."""
 
     since_s: float
@@ -173,11 +173,11 @@ class Lately(Struct, kw_only=True):
     decided: int = 0
     refused: dict[str, int] = msgspec.field(default_factory=dict)
     """Number of refused requests by reason."""
-    endpoints: dict[str, "LatelyThere"] = msgspec.field(default_factory=dict)
+    endpoints: dict[str, "EndpointSums"] = msgspec.field(default_factory=dict)
     """Sums of the decisions for each endpoint, by the endpoint's name."""
 
 
-class LatelyThere(Struct):
+class EndpointSums(Struct):
     """Sums over the decisions of a period for one endpoint."""
 
     requests: int = 0
@@ -445,12 +445,12 @@ class RecentDecisions:
                         await asyncio.sleep(0)
         return found
 
-    async def lately(self, window_s: Seconds, records_max: int) -> Lately:
+    async def lately(self, window_s: Seconds, records_max: int) -> RecentSums:
         """Return the sums over the last `window_s` seconds of decisions, from at most `records_max`
         records.
         """
         until_s = self._clock()
-        lately = Lately(since_s=until_s - window_s, until_s=until_s)
+        lately = RecentSums(since_s=until_s - window_s, until_s=until_s)
         looked_at = 0
         oldest_s = math.inf
         served: dict[int, Served] = {}
@@ -617,12 +617,12 @@ def _remember(known: dict[int, _Known], number: int, one: _Known, count_max: int
         del known[next(iter(known))]
 
 
-def _add(lately: Lately, told: Decided, served: Served | None, end: Ended | None) -> None:
+def _add(lately: RecentSums, told: Decided, served: Served | None, end: Ended | None) -> None:
     lately.decided += 1
     name, predicted = served_at(told, served), predicted_at(told, served)
     there = lately.endpoints.get(name)
     if there is None:
-        there = lately.endpoints[name] = LatelyThere()
+        there = lately.endpoints[name] = EndpointSums()
     there.requests += 1
     there.prompt_tokens += told.prompt_tokens
     there.predicted_tokens += predicted

@@ -23,9 +23,9 @@ from epp.shell.operators.decisions.configuration_changes import ConfigurationCha
 from epp.shell.operators.decisions.decision_rows import Row
 from epp.shell.operators.decisions.endpoint_states import EndpointStates
 from epp.shell.operators.decisions.recent_decisions import (
-    Lately,
-    LatelyThere,
+    EndpointSums,
     RecentDecisions,
+    RecentSums,
     Wanted,
 )
 from epp.shell.operators.journal import JournalSnapshot
@@ -250,7 +250,7 @@ class LiveView:
         )
 
 
-def _worth(row: Row, lately: Lately) -> tuple[bool, int]:
+def _worth(row: Row, lately: RecentSums) -> tuple[bool, int]:
     """Return a sort key for endpoints in the live view; those with the smallest keys are shown
     first.
     """
@@ -259,8 +259,8 @@ def _worth(row: Row, lately: Lately) -> tuple[bool, int]:
     return quiet, -(there.requests if there else 0)
 
 
-def _endpoint(row: Row, lately: Lately) -> LiveEndpoint:
-    there = lately.endpoints.get(row["name"]) or LatelyThere()
+def _endpoint(row: Row, lately: RecentSums) -> LiveEndpoint:
+    there = lately.endpoints.get(row["name"]) or EndpointSums()
     return LiveEndpoint(
         name=row["name"],
         address=row["address"],

@@ -45,7 +45,7 @@ from epp.shell.process.event_loop import loop_factory
 from epp.shell.process.garbage import (
     GARBAGE_THRESHOLDS,
     GarbageCollection,
-    spare_what_is_there,
+    exempt_existing_objects,
 )
 
 MEASURED_S: Final = 10.0
@@ -255,7 +255,7 @@ async def _hear(
 ) -> list[tuple[str, str]]:
     listener, pool = _listener(port)
     gc.set_threshold(*GARBAGE_THRESHOLDS)
-    spare_what_is_there()
+    exempt_existing_objects()
     running = asyncio.gather(listener.run(), GarbageCollection().run())
 
     def blocks() -> int:

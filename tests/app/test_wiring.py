@@ -585,7 +585,10 @@ async def test_a_decision_that_cannot_be_counted_is_told_of_though_nobody_asks(
         with monkeypatch.context() as broken:
             broken.setattr(Telemetry, "_count", lambda *_: 1 / 0)
             await running.pick()
-            await until(lambda: running.logged("telemetry failed"), "the line")
+            await until(
+                lambda: running.logged("recording metrics or log lines of an event failed"),
+                "the line",
+            )
         await running.pick()
         assert running.metric("telemetry_failures_total", event="decided") == 1
         assert running.metric("scheduler_e2e_duration_seconds_count") == 1
@@ -1157,7 +1160,7 @@ async def test_what_the_drain_cuts_is_counted_and_logged(tmp_path):
         for call in (stuck, done):
             await call.exchange(gw.request_headers(), gw.request_body(LONG), answers=2)
         running.stop.set()
-        await until(lambda: running.logged("draining"), "the drain")
+        await until(lambda: running.logged("drain started"), "the drain")
         # Whoever ends in time is not cut.
         await done.exchange(gw.response_headers(end=True), answers=1)
         assert await done.end() is grpc.StatusCode.OK
@@ -1177,7 +1180,7 @@ async def test_streams_are_taken_until_no_gateway_opens_one(tmp_path):
         held = Call(running.channel)
         await held.exchange(gw.request_headers(), gw.request_body(LONG), answers=2)
         running.stop.set()
-        await until(lambda: running.logged("draining"), "the drain")
+        await until(lambda: running.logged("drain started"), "the drain")
         for _ in range(20):
             assert await running.pick()
         assert not running.logged("stopped")
@@ -1212,7 +1215,7 @@ async def test_streams_are_taken_while_the_grace_lasts(tmp_path):
     async with serving(tmp_path, TWO, *flags) as running:
         ready_at_once(running)
         running.stop.set()
-        await until(lambda: running.logged("draining"), "the drain")
+        await until(lambda: running.logged("drain started"), "the drain")
         assert await running.pick()
         bypassed = Call(running.channel)
         await bypassed.exchange(
@@ -1304,7 +1307,7 @@ async def test_a_signal_drains_and_ends_with_0(number, transport, tmp_path):
             await epp.until_logged("serving")
             epp.process.send_signal(number)
             assert await epp.end() == (0, "")
-            assert epp.events == ["configured", "serving", "draining", "stopped"]
+            assert epp.events == ["configured", "serving", "drain started", "stopped"]
             assert all(json.loads(line)["timestamp"] for line in epp.lines)
 
 
@@ -1317,7 +1320,7 @@ async def test_a_hangup_ends_nothing(tmp_path):
         await epp.until_logged("SIGHUP is ignored: files are read again when they change")
         epp.process.send_signal(signal.SIGTERM)
         assert await epp.end() == (0, "")
-    assert epp.events[-2:] == ["draining", "stopped"]
+    assert epp.events[-2:] == ["drain started", "stopped"]
 
 
 class Draining:
@@ -1366,7 +1369,7 @@ async def test_the_grace_is_kept_where_a_gateway_may_come(number, transport, tmp
             if number == signal.SIGINT:
                 await Call(channel).exchange(*asked, answers=1)
             epp.process.send_signal(number)
-            await epp.until_logged("draining")
+            await epp.until_logged("drain started")
             assert await Call(channel).exchange(*asked, answers=1), "it is served"
         epp.process.send_signal(signal.SIGINT)
         assert await epp.end() == (0, "")
@@ -1427,7 +1430,7 @@ async def test_a_second_signal_hurries_and_a_stuck_stream_is_cut(tmp_path):
         head = gw.request_headers(modes=gw.protocol(request=gw.BUFFERED))
         await stuck.exchange(head, answers=1)
         epp.process.send_signal(signal.SIGTERM)
-        await epp.until_logged("draining")
+        await epp.until_logged("drain started")
         epp.process.send_signal(signal.SIGTERM)
         assert await epp.end() == (0, "")
         assert "streams were cut by the end of the drain" in epp.events

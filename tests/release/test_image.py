@@ -75,8 +75,8 @@ async def test_the_wheel_serves_by_nobody_in_a_read_only_root(installed, tmp_pat
     root, environment = installed
     lines = await serve_and_drain(root, ["epp"], environment, tmp_path / "log")
     assert [
-        line["event"] for line in lines if line["event"] in {"serving", "draining", "stopped"}
-    ] == ["serving", "draining", "stopped"]
+        line["event"] for line in lines if line["event"] in {"serving", "drain started", "stopped"}
+    ] == ["serving", "drain started", "stopped"]
     assert lines[-1]["decisions"] == 1
     assert not [line for line in lines if line["level"] in {"error", "critical"}]
     assert list(root.at("/tmp").rglob("*")) == [], "it needs not even /tmp"

@@ -92,7 +92,7 @@ class Reloading:
             self._concerned.telemetry.config_rejected()
         self._tell_kept()
         _log.info(
-            "configured",
+            "configuration loaded",
             seed=seed,
             config=self._live.config.source,
             hash=self._live.hash,

@@ -224,7 +224,7 @@ class EndpointPicker:
                 self.readiness.update()
                 loop = type(asyncio.get_running_loop()).__module__.partition(".")[0]
                 _log.info(
-                    "serving",
+                    "picker serving",
                     grpc_port=flags.grpc_port,
                     secure=flags.secure_serving,
                     event_loop=loop,
@@ -240,7 +240,7 @@ class EndpointPicker:
                 self._recent.fold()
                 for task in owned:
                     task.cancel()
-        _log.info("stopped", decisions=self.scheduler.decisions)
+        _log.info("picker stopped", decisions=self.scheduler.decisions)
 
     @property
     def has_gateway(self) -> bool:

@@ -71,10 +71,10 @@ def _stretch(flags: DecisionsFlags, now_s: float) -> Stretch:
 
 
 def explain_past(folder: str, request_id: str, endpoint: str, now_s: Seconds) -> list[Row]:
-    """Return the explained decisions about the requests with an id, from all recorded decisions,
-    newest first.
+    """Return explanations of the `EXPLAINED_MAX` newest recorded decisions about requests with the
+    id `request_id`, newest first.
 
-    Raises `JournalError` if the journal's files cannot be read.
+    Raises `JournalError` if the journal in `folder` cannot be read.
     """
     wanted = Wanted(request_id=request_id)
     found: list[tuple[float, int, PastDecision | PastRefusal]] = []

@@ -109,7 +109,8 @@ class EnvoyFlags(Struct, frozen=True, kw_only=True):
         bool,
         Row(
             PICKER,
-            "forward requests without a decision of the picker while it is unavailable, instead of refusing them",
+            "forward requests without a decision of the picker while it is unavailable, "
+            "instead of refusing them",
         ),
     ] = False
     message_timeout: Annotated[

@@ -1,4 +1,5 @@
-"""Strategies made of built-in plugins: Homing's own, and those that other pickers ship.
+"""Routing strategies made of built-in plugins: Homing's own, and those that llm-d-router and the
+Gateway API inference extension ship.
 
 Strategies of other routers are in a distribution of their own, `rivals/`.
 """
@@ -12,8 +13,9 @@ from epp.plugins.strategy import Step, Strategy, config_of, named, producer, ste
 _APPROXIMATE: Final = "approx-prefix-cache-producer"
 _BURST: Final = "burst-prefix-cache-producer"
 _UNTIL_FIRST_TOKEN: Final = producer("inflight-load-producer", peakPrefillThroughput=1)
-"""Producer with which tokens in flight do not drain over time, but stay until a first token is seen
-or counted.
+"""Producer with a prefill speed so low that tokens in flight do not drain over time.
+
+They stay until the first token of the answer is seen or counted.
 """
 _ADAPTERS: Final = step("lora-affinity-scorer", 1)
 """The scorer of adapters, with the weight on llm-d-router's page and in its sample configuration."""
@@ -144,4 +146,4 @@ _ALL: Final = (
 )
 
 STRATEGIES: Final[Mapping[str, Strategy]] = MappingProxyType({one.name: one for one in _ALL})
-"""All strategies by name, in the order of tables."""
+"""All built-in strategies by name, in the order in which tables list them."""

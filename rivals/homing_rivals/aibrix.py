@@ -16,7 +16,8 @@ from homing_rivals.routed_blocks import RoutedBlocksSettings
 
 
 class GuardedPrefix(Parameters, frozen=True):
-    """Most percent of the prompt, then fewest requests, of endpoints with R <= mean R + k x sigma.
+    """Prefer the endpoint with the most percent of the prompt cached, then the fewest requests,
+    among those with R <= mean R + k x sigma.
 
     Percent is floor(100 x matched / total), sigma that of the sample (n - 1), R the requests in
     flight. The endpoint with the least R wins if no endpoint is within the bound. The rule
@@ -40,7 +41,7 @@ class GuardedPrefix(Parameters, frozen=True):
     imbalance_requests: Annotated[int, Meta(ge=0)] = 8
     sigma_factor: Annotated[float, Meta(ge=0)] = 1.0
     index: str = RoutedBlocksSettings.type_name
-    """Name of the index of cached blocks."""
+    """Name of the affinity index whose matches are the cached blocks."""
 
     @property
     def producer(self) -> str | None:

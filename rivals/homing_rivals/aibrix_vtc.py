@@ -16,7 +16,8 @@ from homing_rivals.user_tokens import TOKENS, TOKENS_MAX, TOKENS_MIN, UserTokens
 
 
 class UserTokenPlace(Parameters, frozen=True):
-    """Prefer endpoint i of n by |i - place| + min(R / `requests_max`, 1), the least first.
+    """Prefer the endpoint with the lowest |i - place| + min(R / `requests_max`, 1), where i is its
+    position in the list of n.
 
     place = min(tokens of the user / max(`tokens_min`, (least + most of any user) / 2), n - 1). The
     tokens are those in and twice those out in 5 minutes; R is the requests in flight there. The
@@ -52,9 +53,11 @@ class UserTokenPlace(Parameters, frozen=True):
 
 
 class NoisyMaxScore(Parameters, frozen=True):
-    """The highest of sum - U(0, `noise`) / n, where n is the number of candidates.
+    """Pick the endpoint with the highest total score minus a random number from 0 to `noise` / n,
+    for n candidates.
 
-    n times the sums of `user-token-place-scorer` are in the unit of its cost, and so is the noise.
+    n times the total scores of `user-token-place-scorer` are in the unit of its cost, and so is the
+    noise.
     """
 
     type_name: ClassVar[str] = "noisy-max-score-picker"

@@ -27,17 +27,17 @@ from homing_rivals.block_load import BlockLoadSettings
 _INDEX: Final = BlockLoadSettings.type_name
 _APPROXIMATE: Final = "approx-prefix-cache-producer"
 _UNTIL_FIRST_TOKEN: Final = contract.producer("inflight-load-producer", peakPrefillThroughput=1)
-"""Setting with which tokens in flight do not drain with time.
+"""Producer with a prefill speed so low that tokens in flight do not drain with time.
 
 They count until a first token is seen or counted, as in Dynamo without a
 `router_prefill_load_model`.
 """
 _TTL: Final = "120s"
-"""Time for which the approximate mode assumes that a routed block is cached."""
+"""Time in seconds for which Dynamo's approximate mode assumes that a routed block is cached."""
 
 
 class DynamoCost(Parameters, frozen=True):
-    """NVIDIA Dynamo: the fewest blocks to prefill and to decode.
+    """NVIDIA Dynamo: prefer the endpoint with the fewest blocks to prefill and to decode.
 
     cost(e) = s * max(0, (P(e) + T) / B - c * decay(e) * m(e)) + D(e) + w * R(e); the least wins. P
     is the uncached tokens that e still has to prefill; T the tokens of the prompt; B the tokens in
@@ -79,7 +79,8 @@ class DynamoCost(Parameters, frozen=True):
 
 
 class TwoTier(Parameters, frozen=True):
-    """`dynamo-two-tier-cost-fn`: the load if it is uneven, else the cache, else the load.
+    """`dynamo-two-tier-cost-fn`: prefer the least loaded endpoint if load is uneven, else the one
+    with the longest cached prefix, else the least loaded.
 
     The endpoint with the fewest requests wins if max R - min R > a and max R > r * min R. The
     fewest requests among the endpoints with the longest match win if that has more than c of the
@@ -112,8 +113,8 @@ class TwoTier(Parameters, frozen=True):
 
 
 class Queue(Parameters, frozen=True):
-    """Requests wait while every endpoint has more than t * b tokens to prefill. No candidate is
-    dropped.
+    """Hold requests in the router while every endpoint has more than t * b tokens to prefill; drop
+    no candidate.
 
     t is `queue_threshold`, and b the `max_num_batched_tokens` of every engine. The comparison is
     strict.
@@ -138,12 +139,12 @@ class Queue(Parameters, frozen=True):
 
 
 class Softmax(Parameters, frozen=True):
-    """A random draw with weights exp(score / t), scores stretched to [0, 1]; t = 0 draws among the
-    highest.
+    """Draw an endpoint at random with weights exp(score / t), for scores stretched to [0, 1]; t is
+    `temperature`.
 
-    The weights equal exp(-cost / ((max - min) * t)) of costs that were turned into scores by their
-    range (Dynamo's `router_temperature`). Several are drawn without replacement (Gumbel's largest
-    keys).
+    At t = 0, it draws among the endpoints with the highest score. The weights equal exp(-cost /
+    ((max - min) * t)) of costs that were turned into scores by their range (Dynamo's
+    `router_temperature`). Several endpoints are drawn without replacement (Gumbel's largest keys).
     """
 
     type_name: ClassVar[str] = "softmax-picker"

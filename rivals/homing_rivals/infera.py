@@ -14,7 +14,8 @@ from homing_rivals.lexicographic import scores_by_rank
 
 
 class DecayedMisses(Parameters, frozen=True):
-    """AMD Infera: the fewest blocks that are missing, running and recently missed.
+    """AMD Infera: prefer the endpoint with the fewest blocks that are missing, running and recently
+    missed.
 
     cost(e) = w * (N - m(e)) + A(e) + Q(e); the least wins, and among equals the least A. N is the
     blocks of the prompt; m the leading ones that e is estimated to have cached; A the distinct

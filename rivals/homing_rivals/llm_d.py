@@ -18,7 +18,10 @@ _ROUTED: Final = RoutedBlocksSettings.type_name
 
 
 def _weighted(index: Step, prefix: float, queue: float, kv_cache: float, adapters: float) -> str:
-    """Return the configuration of the scorers over `index`; that of adapters only with a weight."""
+    """Return the configuration of the weighted scorers with the prefix index `index`.
+
+    The scorer of adapters is left out if its weight is 0.
+    """
     return config_of(
         index,
         # The original has no keys on which replicas agree.

@@ -16,9 +16,9 @@ from epp.plugins.contract import Abilities, Candidates, Floats, InferenceRequest
 
 
 class RandomTie(Parameters, frozen=True):
-    """The highest sum, with a random draw among equal ones.
+    """Pick the endpoint with the highest total score, at random among equal ones.
 
-    The picker serves strategies that draw among equals, where `max-score-picker` alternates.
+    It serves strategies that draw among equal endpoints, where `max-score-picker` alternates.
     """
 
     type_name: ClassVar[str] = "random-tie-picker"
@@ -33,7 +33,8 @@ class RandomTie(Parameters, frozen=True):
 
 
 class PowerOfTwo(Parameters, frozen=True):
-    """Draw two different ones and take the one with the higher sum, the first if they are equal.
+    """Draw two different endpoints at random and pick the one with the higher total score; the
+    first if both are equal.
 
     Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing" (2001); smg, AIBrix and
     Ray ship it over requests in flight.
@@ -52,13 +53,15 @@ class PowerOfTwo(Parameters, frozen=True):
 
 
 class DataParallelLoad(Parameters, frozen=True):
-    """vLLM's balancer of data-parallel ranks: argmin of 4 x waiting + running.
+    """vLLM's balancer of data-parallel ranks: prefer the endpoint with the least 4 x waiting +
+    running requests.
 
     Requests sent since the engine last reported its load count as waiting. Source: vLLM's
     `DPLBAsyncMPClient`, whose engines report their load every 100 ms.
 
-    Differs: load is as old as scrapes are; equal endpoints alternate, and not the first from where
-    each client begins wins. An engine whose load is unknown has an unknown score.
+    Differs: load is as old as scrapes are; equal endpoints are picked round robin, where the
+    original picks the first from where each client begins. An engine whose load is unknown has an
+    unknown score.
     """
 
     type_name: ClassVar[str] = "data-parallel-load-scorer"

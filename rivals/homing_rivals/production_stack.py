@@ -12,8 +12,8 @@ from homing_rivals.radix_tree import RadixTreeSettings
 
 
 class LongestPrefix(Parameters, frozen=True):
-    """`prefixaware`: argmax of matched(e), a random one among equals; any endpoint if nothing
-    matches.
+    """`prefixaware`: prefer the endpoint e with the longest match, matched(e), at random among
+    equals; any endpoint if nothing matches.
 
     The original has a trie of hashes of 128 characters each; the copy has the tree with blocks of
     32 tokens. Going down while an available endpoint is left is the same as finding the longest
@@ -45,7 +45,8 @@ class LongestPrefix(Parameters, frozen=True):
 
 
 class RelativeLoad(Parameters, frozen=True):
-    """`loadaware` (#1035): argmax of matched(e) / T - beta * (R(e) - mean R) / max(1, mean R).
+    """`loadaware` (#1035): prefer the endpoint e with the highest matched(e) / T - beta * (R(e) -
+    mean R) / max(1, mean R).
 
     T is the tokens of the prompt and R the requests in flight. Both terms have no unit: an endpoint
     with twice the mean load needs the whole prompt cached.

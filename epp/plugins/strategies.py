@@ -72,7 +72,10 @@ _ALL: Final = (
     Strategy(
         name="llm-d-3-2-2-lora",
         idea="llm-d without a configuration, plus its scorer of adapters with weight 1.",
-        omissions="llm-d's own index, which is `llm-d-approximate-lora`; its 0.6 where one waits",
+        omissions=(
+            "llm-d's own index, which is `llm-d-approximate-lora`; its score of 0.6 for an "
+            "adapter that waits"
+        ),
         config=config_of(
             step("prefix-cache-scorer", 3),
             step("queue-scorer", 2),
@@ -83,22 +86,25 @@ _ALL: Final = (
     Strategy(
         name="sticky-until-saturated",
         idea=(
-            "llm-d's guide optimized-baseline since August 2026: an endpoint with 0.8 of the "
-            "prompt keeps it until it is 18 s behind, then the fewest uncached tokens."
+            "llm-d's guide optimized-baseline since August 2026: only endpoints with 0.8 of the "
+            "prompt cached, unless they are 18 s slower; of these the one with the fewest "
+            "uncached tokens."
         ),
         omissions=(
-            "tokens held until the first chunk: here pages and time release them; its index is "
-            "Homing's"
+            "tokens in flight until the first chunk: here metrics pages and time reduce them; "
+            "llm-d's own index"
         ),
         config=_sticky(),
     ),
     Strategy(
         name="sticky-until-saturated-first-token",
         idea=(
-            "llm-d's guide optimized-baseline, with tokens held until a first token is seen or "
-            "counted, as llm-d holds them."
+            "llm-d's guide optimized-baseline, with tokens in flight until a first token is seen "
+            "or counted, as in llm-d."
         ),
-        omissions="llm-d sees first chunks: here pages count first tokens; its index is Homing's",
+        omissions=(
+            "first chunks that llm-d sees: here metrics pages count first tokens; llm-d's own index"
+        ),
         config=_sticky(_UNTIL_FIRST_TOKEN),
     ),
     Strategy(
@@ -108,8 +114,8 @@ _ALL: Final = (
             "the guide does not use."
         ),
         omissions=(
-            "tokens held until the first chunk: here pages and time release them; its index is "
-            "Homing's"
+            "tokens in flight until the first chunk: here metrics pages and time reduce them; "
+            "llm-d's own index"
         ),
         config=_sticky(_ADAPTERS),
     ),
@@ -130,8 +136,8 @@ _ALL: Final = (
     Strategy(
         name="llm-d-burst",
         idea=(
-            "llm-d's burst co-scheduling beside its prefix index: equal prompts within 100 ms go "
-            "together (3), prefix 3, queue 2, KV cache 2."
+            "llm-d's burst co-scheduling beside its prefix index: the same endpoint for equal "
+            "prompts within 100 ms (3), prefix 3, queue 2, KV cache 2."
         ),
         omissions="llm-d's own index; a scorer of adapters, as in `llm-d-3-2-2-lora`",
         config=config_of(

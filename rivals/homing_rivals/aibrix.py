@@ -69,10 +69,13 @@ SCORERS: Final = (GuardedPrefix,)
 STRATEGIES: Final = (
     contract.Strategy(
         name="aibrix-prefix",
-        idea="AIBrix, prefix-cache: most of the prompt, among endpoints within a sigma of the mean load.",
+        idea=(
+            "AIBrix, prefix-cache: the endpoint with most of the prompt cached, among those "
+            "within one sigma of the mean load."
+        ),
         omissions=(
-            "blocks of 4 bytes, here 16 tokens; forgetting after 20 minutes; adapters: there a "
-            "controller places them, and only those pods are asked"
+            "blocks of 4 bytes, here 16 tokens; expiry after 20 minutes; adapters: AIBrix's "
+            "controller places them, and only their pods are candidates"
         ),
         config=contract.config_of(
             contract.producer(
@@ -89,10 +92,13 @@ STRATEGIES: Final = (
     ),
     contract.Strategy(
         name="aibrix-prefix-tree",
-        idea="AIBrix, prefix-cache with its other index: the same by a tree of prompts.",
+        idea=(
+            "AIBrix, prefix-cache with its other index: the rule of `aibrix-prefix` over a "
+            "tree of prompts."
+        ),
         omissions=(
-            "characters, here blocks of 16 tokens; adapters: there a controller places them, "
-            "and only those pods are asked"
+            "characters, here blocks of 16 tokens; adapters: AIBrix's controller places them, "
+            "and only their pods are candidates"
         ),
         config=contract.config_of(
             contract.producer(RadixTreeSettings.type_name, blockSizeTokens=16),

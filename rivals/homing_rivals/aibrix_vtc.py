@@ -80,10 +80,13 @@ PICKERS: Final = (NoisyMaxScore,)
 STRATEGIES: Final = (
     contract.Strategy(
         name="aibrix-vtc",
-        idea="AIBrix, vtc-basic: the more tokens a user had, the later in the list.",
+        idea=(
+            "AIBrix, vtc-basic: the more recent tokens a user has, the later the endpoint in the "
+            "list."
+        ),
         omissions=(
-            "how long answers were: they are estimated; adapters: there a controller places "
-            "them, and only those pods are asked"
+            "real lengths of answers, which are estimated; adapters: AIBrix's controller places "
+            "them, and only their pods are candidates"
         ),
         config=contract.config_of(
             contract.step(UserTokenPlace.type_name), picker=contract.step(NoisyMaxScore.type_name)

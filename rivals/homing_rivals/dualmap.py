@@ -89,12 +89,12 @@ STRATEGIES: Final = (
     contract.Strategy(
         name="dualmap",
         idea=(
-            "DualMap: two hashes of the prefix name two endpoints; who holds more of it, or if that "
-            "takes over 5 s, who is less loaded."
+            "DualMap: of the two endpoints that two hashes of the prefix select, the one with "
+            "more of it cached, or, if that takes over 5 s, the less loaded one."
         ),
         omissions=(
-            "moving what waits to its other endpoint; the constants of the paper are not known; "
-            "its formula knows no adapters"
+            "moving waiting requests to their other endpoint; the constants of the paper, which "
+            "are unknown; its formula ignores adapters"
         ),
         config=contract.config_of(
             contract.producer(_APPROXIMATE),

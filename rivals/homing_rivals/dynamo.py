@@ -124,7 +124,7 @@ class Queue(Parameters, frozen=True):
     abilities: ClassVar[contract.Abilities] = contract.Abilities(
         reads=("inflight_prefill_tokens",),
         holds_requests=True,
-        differs="requests wait in the simulator alone, `epp serve` places them as they come",
+        differs="requests wait only in the simulator; `epp serve` places them as they arrive",
     )
 
     queue_threshold: Annotated[float, Meta(ge=0)] = 16.0
@@ -183,12 +183,13 @@ STRATEGIES: Final = (
     contract.Strategy(
         name="dynamo",
         idea=(
-            "NVIDIA Dynamo without events: the fewest blocks to prefill and to decode, cached for "
-            "120 s where they were sent."
+            "NVIDIA Dynamo without events: the fewest blocks to prefill and to decode; a block "
+            "counts as cached for 120 s where it was sent."
         ),
         omissions=(
-            "engines' events; its queue, which `dynamo-queue` has; blocks that answers will need; its "
-            "filter by adapter; tokens held until the first chunk: here pages and time release them"
+            "engines' events; its queue, which `dynamo-queue` has; blocks that answers will "
+            "need; its filter by adapter; tokens in flight until the first chunk: here metrics "
+            "pages and time reduce them"
         ),
         config=contract.config_of(
             contract.producer(_INDEX, ttl=_TTL),
@@ -198,10 +199,10 @@ STRATEGIES: Final = (
     ),
     contract.Strategy(
         name="dynamo-first-token",
-        idea="NVIDIA Dynamo with tokens held until a first token is seen or counted.",
+        idea="NVIDIA Dynamo with tokens in flight until a first token is seen or counted.",
         omissions=(
-            "as `dynamo`, but for the release of tokens: Dynamo sees first tokens, here pages "
-            "count them"
+            "as `dynamo`, except for tokens in flight: Dynamo sees first tokens, here metrics "
+            "pages count them"
         ),
         config=contract.config_of(
             contract.producer(_INDEX, ttl=_TTL),
@@ -213,12 +214,13 @@ STRATEGIES: Final = (
     contract.Strategy(
         name="dynamo-queue",
         idea=(
-            "NVIDIA Dynamo with its queue, at 16 times 8,192 tokens, and tokens held until a first "
-            "token is seen or counted."
+            "NVIDIA Dynamo with its queue, above 16 times 8,192 tokens, and tokens in flight "
+            "until a first token is seen or counted."
         ),
         omissions=(
-            "as `dynamo-first-token`, but for the queue; of that priorities, other orders than first "
-            "come first served, classes and limits; the line is the simulator's"
+            "as `dynamo-first-token`, except for the queue; the queue's priorities, orders other "
+            "than first come first served, classes and limits; the queue exists only in the "
+            "simulator"
         ),
         config=contract.config_of(
             contract.producer(_INDEX, ttl=_TTL),
@@ -241,10 +243,10 @@ STRATEGIES: Final = (
     contract.Strategy(
         name="dynamo-two-tier",
         idea=(
-            "NVIDIA Dynamo's two tiers: the load if it is uneven by 32, else who holds most of the "
-            "prompt, else the load."
+            "NVIDIA Dynamo's two tiers: the least loaded endpoint if load is uneven by 32, else "
+            "the one with most of the prompt cached, else the least loaded."
         ),
-        omissions=("engines' events; its queue, as `dynamo-queue` has it; its filter by adapter"),
+        omissions="engines' events; its queue, which `dynamo-queue` has; its filter by adapter",
         config=contract.config_of(
             contract.producer(_APPROXIMATE, ttl=_TTL),
             contract.step(TwoTier.type_name),

@@ -87,8 +87,13 @@ SCORERS: Final = (EarlyBlocksHash,)
 STRATEGIES: Final = (
     contract.Strategy(
         name="early-blocks-hash",
-        idea="GIE's proposal 0602, the alternative: a ring on which prompts with a common beginning are close.",
-        omissions="the proposal names no formula: this one is ours, and knows no adapters",
+        idea=(
+            "GIE's proposal 0602, the alternative: a hash ring on which prompts with a common "
+            "beginning are close."
+        ),
+        omissions=(
+            "the formula, which the proposal does not name: this one is ours, and ignores adapters"
+        ),
         config=contract.config_of(contract.step(EarlyBlocksHash.type_name)),
     ),
     contract.Strategy(

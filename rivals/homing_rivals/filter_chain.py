@@ -124,7 +124,9 @@ STRATEGIES: Final = (
             "GIE's first proposal for prefixes: adapter, then the longest match where the queue is at "
             "most 5 and the KV cache at most 0.8 full, then the least queue and KV cache."
         ),
-        omissions="one request in a thousand takes a free adapter slot there all the same",
+        omissions=(
+            "one request in a thousand, which the original sends to a free adapter slot in any case"
+        ),
         config=contract.config_of(
             contract.producer(_APPROXIMATE),
             contract.step(AdapterFirst.type_name),

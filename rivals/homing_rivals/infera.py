@@ -52,8 +52,8 @@ STRATEGIES: Final = (
         name="infera",
         idea="AMD Infera: blocks missed, blocks in flight, and recent misses that fade.",
         omissions=(
-            "engines' events; hints how long a prompt is kept; images; its formula knows no "
-            "adapters"
+            "engines' events; hints about how long to cache a prompt; images; its formula "
+            "ignores adapters"
         ),
         config=contract.config_of(
             contract.producer(BlockLoadSettings.type_name), contract.step(DecayedMisses.type_name)

@@ -162,13 +162,14 @@ STRATEGIES: Final = (
     contract.Strategy(
         name="kthena",
         idea=(
-            "kthena: of who has fewer than ten waiting, points for the prefix (the best five), for "
-            "requests in flight or sent and not running, and for KV cache, 1 each."
+            "kthena: among endpoints with fewer than ten waiting requests, points for the prefix "
+            "(the best five), for requests in flight or not yet running, and for the KV cache, 1 "
+            "each."
         ),
         omissions=(
-            "its fourth scorer, by times of tokens that engines tell of late; four more to try where "
-            "one fails; pages once a second: here as often as they are scraped; 400 where ten wait "
-            "everywhere: here 429; a filter by adapter, which it ships turned off"
+            "its fourth scorer, by recent token times of engines; four fallback endpoints; pages "
+            "once a second: here as often as they are scraped; status 400 if ten requests wait "
+            "at every endpoint: here 429; a filter by adapter, which is off by default"
         ),
         config=contract.config_of(
             contract.producer(

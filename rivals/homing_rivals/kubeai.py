@@ -102,7 +102,7 @@ STRATEGIES: Final = (
     contract.Strategy(
         name="kubeai-chwbl",
         idea="KubeAI: hash 100 characters to a ring, skip endpoints 25 % above the mean.",
-        omissions="a request without endpoints waits there, and is refused here",
+        omissions="the wait of a request while there is no endpoint: here it is refused",
         config=contract.config_of(contract.step(BoundedPrefixHash.type_name)),
     ),
 )

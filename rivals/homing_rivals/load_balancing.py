@@ -83,30 +83,38 @@ SCORERS: Final = (DataParallelLoad,)
 STRATEGIES: Final = (
     contract.Strategy(
         name="random-live",
-        idea="Chance: any endpoint.",
+        idea="Random: any endpoint.",
         config=contract.config_of(picker=contract.step("random-picker")),
     ),
     contract.Strategy(
         name="round-robin-live",
-        idea="Round robin: each endpoint in turn.",
+        idea="Round robin: the endpoints one after the other.",
         config=contract.config_of(picker=contract.step("max-score-picker")),
     ),
     contract.Strategy(
         name="least-requests-live",
-        idea="Least requests: the fewest in flight, equals in turn.",
+        idea=(
+            "Least requests: the endpoint with the fewest requests in flight, equal ones round "
+            "robin."
+        ),
         config=contract.config_of(contract.step("active-request-scorer")),
     ),
     contract.Strategy(
         name="power-of-two-live",
-        idea="Power of two choices: the one of two drawn with fewer requests in flight.",
+        idea=(
+            "Power of two choices: of two random endpoints, the one with fewer requests in flight."
+        ),
         config=contract.config_of(
             contract.step("active-request-scorer"), picker=contract.step(PowerOfTwo.type_name)
         ),
     ),
     contract.Strategy(
         name="vllm-data-parallel",
-        idea="vLLM between data-parallel ranks: the least of 4 x waiting + running.",
-        omissions="reports of load each 100 ms: here as often as pages are scraped",
+        idea=(
+            "vLLM between data-parallel ranks: the endpoint with the least 4 x waiting + running "
+            "requests."
+        ),
+        omissions="reports of load every 100 ms: here as often as pages are scraped",
         config=contract.config_of(contract.step(DataParallelLoad.type_name)),
     ),
 )

@@ -244,12 +244,13 @@ STRATEGIES: Final = (
     contract.Strategy(
         name="preble",
         idea=(
-            "Preble E2: exploit a prefix longer than what is new, by the load of three minutes; else "
-            "explore by load, what is pushed out and what is missing."
+            "Preble E2: if more than half of the prompt is cached, the least loaded of those "
+            "endpoints; else the least cost of load, evicted and missing blocks, over three "
+            "minutes."
         ),
         omissions=(
-            "hot subtrees moved or split ahead of requests; lines fitted for two GPUs; the "
-            "measured time of a token; its formula knows no adapters"
+            "moving or splitting hot subtrees ahead of requests; speeds fitted for two GPUs; the "
+            "measured time per token; its formula ignores adapters"
         ),
         config=contract.config_of(
             # Preble assumes 198,516 tokens for a GPU if an engine reports nothing.

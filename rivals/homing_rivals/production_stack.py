@@ -74,8 +74,11 @@ SCORERS: Final = (LongestPrefix, RelativeLoad)
 STRATEGIES: Final = (
     contract.Strategy(
         name="production-stack-prefix-aware",
-        idea="production-stack prefixaware: any endpoint with the longest cached prefix.",
-        omissions="the end of a prompt that fills no block; its formula knows no adapters",
+        idea=(
+            "production-stack prefixaware: a random endpoint among those with the longest cached "
+            "prefix."
+        ),
+        omissions="the end of a prompt that fills no block; its formula ignores adapters",
         config=contract.config_of(
             contract.producer(
                 RadixTreeSettings.type_name,
@@ -99,8 +102,11 @@ STRATEGIES: Final = (
     ),
     contract.Strategy(
         name="production-stack-load-aware",
-        idea="production-stack loadaware: share of the prompt cached, less the relative load.",
-        omissions="LMCache's reports of cached prefixes; its formula knows no adapters",
+        idea=(
+            "production-stack loadaware: the share of the prompt that is cached, minus the "
+            "relative load."
+        ),
+        omissions="LMCache's reports of cached prefixes; its formula ignores adapters",
         config=contract.config_of(contract.step(RelativeLoad.type_name)),
     ),
 )

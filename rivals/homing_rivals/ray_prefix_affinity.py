@@ -76,10 +76,13 @@ PICKERS: Final = (TwoOfBest,)
 STRATEGIES: Final = (
     contract.Strategy(
         name="ray-prefix-affinity",
-        idea="Ray Serve 2.60: the best match from 10 % on, else the smallest tree.",
+        idea=(
+            "Ray Serve 2.60: the longest match if it is at least 10 % of the prompt, else the "
+            "endpoint with the fewest blocks in the tree."
+        ),
         omissions=(
-            "characters, here blocks of 16 tokens; queue lengths that replicas are asked for; "
-            "its multiplexing of adapters"
+            "characters, here blocks of 16 tokens; queue lengths that replicas report on "
+            "request; its multiplexing of adapters"
         ),
         config=contract.config_of(
             contract.producer(RadixTreeSettings.type_name, blockSizeTokens=16),

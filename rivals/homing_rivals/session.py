@@ -68,7 +68,10 @@ SCORERS: Final = (BoundedSession, RendezvousSession)
 STRATEGIES: Final = (
     contract.Strategy(
         name="session-sticky",
-        idea="Session affinity, plain: where the session was last, else the fewest in flight.",
+        idea=(
+            "Session affinity, plain: the session's last endpoint, else the one with the fewest "
+            "requests in flight."
+        ),
         # The scores of load are at most 1.
         config=contract.config_of(
             contract.step("session-affinity-scorer", 2, strategy="session_id"),
@@ -77,12 +80,18 @@ STRATEGIES: Final = (
     ),
     contract.Strategy(
         name="session-bounded",
-        idea="Session affinity, bounded: until the endpoint has 1.5 times the mean in flight.",
+        idea=(
+            "Session affinity, bounded: the session's last endpoint until it has 1.5 times the "
+            "mean number of requests in flight."
+        ),
         config=contract.config_of(contract.step(BoundedSession.type_name)),
     ),
     contract.Strategy(
         name="session-rendezvous",
-        idea="Session affinity without a memory, as AIBrix has it: a session's hash and no bound.",
+        idea=(
+            "Session affinity without stored sessions, as in AIBrix: the endpoint that a hash of "
+            "the session selects, whatever its load."
+        ),
         config=contract.config_of(
             contract.step(RendezvousSession.type_name), picker=contract.step("random-tie-picker")
         ),

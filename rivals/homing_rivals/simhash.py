@@ -108,17 +108,23 @@ SCORERS: Final = (SimHashRing,)
 STRATEGIES: Final = (
     contract.Strategy(
         name="production-stack-simhash",
-        idea="production-stack #239: the owner of a hash of the prompt's SimHash on a ring.",
+        idea=(
+            "production-stack #239: the endpoint that a hash ring assigns to a hash of the "
+            "prompt's SimHash."
+        ),
         omissions=(
             "the proposal's test of load, which keeps the busiest; JSON text of messages; its "
-            "formula knows no adapters"
+            "formula ignores adapters"
         ),
         config=contract.config_of(contract.step(SimHashRing.type_name)),
     ),
     contract.Strategy(
         name="production-stack-simhash-fixed",
-        idea="SimHash by its first bits, so that near duplicates meet, within 1.25 times the mean.",
-        omissions="JSON text of messages; its formula knows no adapters",
+        idea=(
+            "SimHash by its first bits, so that similar prompts reach the same endpoint, within "
+            "1.25 times the mean load."
+        ),
+        omissions="JSON text of messages; its formula ignores adapters",
         config=contract.config_of(
             contract.step(SimHashRing.type_name, locality="band", loadFactor=1.25)
         ),

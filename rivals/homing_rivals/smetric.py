@@ -77,13 +77,13 @@ STRATEGIES: Final = (
     contract.Strategy(
         name="smetric",
         idea=(
-            "SMetric: stay with who holds most while the first token comes in time, else the least "
-            "prefill time there, times requests."
+            "SMetric: the endpoint with the longest match while its first token is in time, else "
+            "the least prefill time at an endpoint, times its requests."
         ),
         omissions=(
-            "speeds that it measures: here believed; its constants are not known; tokens held "
-            "until the first chunk: here pages and time release them; its formula knows no "
-            "adapters"
+            "measured speeds: here configured; its constants, which are unknown; tokens in "
+            "flight until the first chunk: here metrics pages and time reduce them; its formula "
+            "ignores adapters"
         ),
         config=contract.config_of(contract.step(StayInTime.type_name)),
     ),

@@ -224,16 +224,22 @@ _TREE: Final = contract.producer(RadixTreeSettings.type_name, blockSizeTokens=16
 STRATEGIES: Final = (
     contract.Strategy(
         name="smg-cache-aware-1",
-        idea="SGLang router 0.3.2: the endpoint first sent the prefix; the first of the least loaded.",
-        omissions="characters, here blocks of 16 tokens; its formula knows no adapters",
+        idea=(
+            "SGLang router 0.3.2: the endpoint to which the prefix was first sent, else the "
+            "first of the least loaded."
+        ),
+        omissions="characters, here blocks of 16 tokens; its formula ignores adapters",
         config=contract.config_of(_TREE, contract.step(CacheAware1.type_name)),
     ),
     contract.Strategy(
         name="smg-cache-aware-4",
-        idea="smg 1.13.0: the endpoint with the prefix, the shortest expected wait and not too full.",
+        idea=(
+            "smg 1.13.0: among endpoints with the prefix that are not too full, the one with the "
+            "shortest expected wait."
+        ),
         omissions=(
-            "tokens reported each 10 s: here this picker's own count; its veto of overloaded "
-            "workers; its formula knows no adapters, its keys do"
+            "tokens reported every 10 s: here this picker's own count; its veto of overloaded "
+            "workers; its formula ignores adapters, unlike its keys"
         ),
         config=contract.config_of(_TREE, contract.step(CacheAware4.type_name)),
     ),

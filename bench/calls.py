@@ -33,7 +33,7 @@ class Calls(Struct, frozen=True):
     python: float
     c: float
     files: frozenset[str]
-    """Source files of the Python functions that were called."""
+    """Source files of the Python functions that the chats called."""
 
 
 def calls_of_chat(size: str, *, telemetry: bool) -> Calls:

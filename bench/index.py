@@ -52,7 +52,7 @@ def fill(
 
 
 def resident_bytes() -> int:
-    """Return the resident set of this process, in bytes."""
+    """Return the resident memory of this process in bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 

@@ -30,7 +30,7 @@ ladders.
 KEPT_BLOCKS = 500
 """Number of blocks in the full cache of each engine."""
 MESSAGES = 400
-"""Number of messages in a batch."""
+"""Number of messages with KV-cache events in a measured batch."""
 BATCHES = 30
 SHAPES = {
     "a step of a prompt": (16, 13),

@@ -55,7 +55,7 @@ class Place(Struct, frozen=True, kw_only=True):
     picker: str
     """Address of the picker's ext_proc service as "host:port", without TLS."""
     gateway: str
-    """URL of Envoy, or "" if it does not run."""
+    """URL of Envoy to which clients send requests, or "" if Envoy does not run."""
     pages: str
     """URL of the picker's metrics and debug pages."""
     pods: "Pods"

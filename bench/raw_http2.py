@@ -172,7 +172,7 @@ class RawConnection:
         self._writer.write(frames)
 
     def open_and_reset(self, count: int) -> None:
-        """Open `count` streams and reset each at once."""
+        """Open `count` HTTP/2 streams and reset each immediately."""
         code = struct.pack(">I", CANCEL)
         parts = []
         for _ in range(count):

@@ -34,7 +34,7 @@ SUCCESS: Final = 0
 FAILURE: Final = 1
 USAGE_ERROR: Final = 2
 INTERRUPTED: Final = 130
-"""Exit code after Ctrl-C, as shells count it."""
+"""Exit code of `epp` after Ctrl-C: 128 plus the number of SIGINT, as in shells."""
 
 
 class Subcommand(Struct, frozen=True):

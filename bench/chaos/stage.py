@@ -65,7 +65,7 @@ class Stage(Struct, kw_only=True):
 
     folder: Path
     gateway: str
-    """URL of Envoy."""
+    """URL of Envoy to which clients send requests."""
     pods: Pods
     pickers: list[Picker] = field(default_factory=list)
 

@@ -67,7 +67,7 @@ class Sample(Struct, frozen=True, kw_only=True):
     """99th percentile in milliseconds of the generator's delay for streams that were due."""
     generator_cpu_us: float | None
     generator_share: float
-    """Share of its core that the generator used."""
+    """Share of its processor core that the generator used, from 0 to 1."""
     disturbance: Disturbance
 
 

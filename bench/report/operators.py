@@ -84,7 +84,7 @@ class _Collector(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Print nothing to the terminal."""
+        """Print nothing to the terminal about a received request."""
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ class Row(Struct, frozen=True, kw_only=True):
     seen: dict[str, Figure]
     """Measured value of the picker, by transport."""
     floor: dict[str, Figure]
-    """Value of the server that does nothing, by transport."""
+    """Measured value of the server that does nothing, by transport."""
     aim_max: float | None
     judged: str
     """Name of the transport to which the verdict applies."""

@@ -84,7 +84,7 @@ class ConfiguredPlugin(Struct, frozen=True, kw_only=True):
     `epp.configuration.compatibility`.
     """
     given: frozenset[str] = frozenset()
-    """Names of the parameters that the document sets."""
+    """Names of the plugin's parameters that the configuration document sets."""
 
 
 class _PluginSpec(Parameters, frozen=True):

@@ -160,7 +160,7 @@ class _Reader:
         self._since_s, self._until_s = since_s, until_s
         self._picker = ""
         self._now_s = 0.0
-        """Unix time of the last record read."""
+        """Unix time of the journal record that was read last."""
         self._context = Context()
         self._changes: set[tuple[float, int]] = set()
         self._open: dict[int, bytes] = {}

@@ -43,7 +43,7 @@ class BalanceBy(StrEnum):
     REQUESTS = "requests"
     TOKENS = "tokens"
     UNSET = ""
-    """Equivalent to `requests`."""
+    """Empty text, which means the same as `requests`."""
 
 
 class BurstSettings(Parameters, frozen=True):
@@ -144,7 +144,7 @@ class BurstIndex:
         """Drop the requests of the current window."""
         self._window += 1
         self.requests = 0
-        """Number of requests in the window."""
+        """Number of requests recorded in the current window."""
         self._groups: dict[bytes, dict[int, int]] = {}
         """Number of requests with equal prompts at each slot, by a digest of the prompts, then by
         slot in order of arrival.

@@ -147,7 +147,7 @@ class EncoderCache:
         self._entries -= len(self._slots.pop(slot, ()))
 
     def expire(self, now: Seconds) -> None:
-        """Do nothing, because items do not expire."""
+        """Do nothing, because the media items of this index do not expire."""
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
         """Do nothing, because engines report the size of their KV cache, not of their encoder

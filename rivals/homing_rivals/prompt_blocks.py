@@ -55,21 +55,21 @@ class PromptBlocks:
         return Affinity(np.zeros(slots, dtype=np.int64), 0)
 
     def record(self, request: InferenceRequest, slot: int, now: Seconds) -> None:
-        """Do nothing, because nothing is stored."""
+        """Do nothing, because this index stores no prompts."""
 
     def retract(self, request: InferenceRequest, slot: int, recorded: Any, now: Seconds) -> None:
-        """Do nothing, because nothing is stored."""
+        """Do nothing, because this index stores no prompts."""
 
     def forget(self, slot: int) -> None:
-        """Do nothing, because nothing is stored."""
+        """Do nothing, because this index stores no prompts."""
 
     def expire(self, now: Seconds) -> None:
-        """Do nothing, because nothing is stored."""
+        """Do nothing, because this index stores no prompts."""
 
     def resize(self, slot: int, blocks_total: int, block_size_tokens: int) -> None:
-        """Do nothing, because nothing is stored."""
+        """Do nothing, because this index stores no prompts."""
 
 
 INDEXES: Final = (PromptBlocksSettings,)
 STRATEGIES: Final[tuple[contract.Strategy, ...]] = ()
-"""Strategies of this module: none."""
+"""Strategies of this module: none, because other modules only use its index."""

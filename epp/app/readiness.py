@@ -61,7 +61,7 @@ class Readiness:
         self._health.set_ready(able and not self._supervisor.broken, stands_by=stands_by)
         self._gateway.stand_by(stands_by)
 
-    def asked(self) -> None:
+    def endpoint_scraped(self) -> None:
         """Compute the picker's readiness again after a scrape of an endpoint, successful or not."""
         if not self.scraped:
             self.update()

@@ -47,7 +47,7 @@ computed again.
 _log = structlog.get_logger(__name__)
 
 
-class Concerned(Struct, frozen=True, kw_only=True):
+class AffectedComponents(Struct, frozen=True, kw_only=True):
     """Components of the picker that are updated when the configuration or the endpoints change."""
 
     scheduler: Scheduler
@@ -72,7 +72,7 @@ class Reloading:
         flags: ServeFlags,
         live: LiveConfiguration,
         sources: Sources,
-        concerned: Concerned,
+        concerned: AffectedComponents,
         cluster: "Cluster | None",
     ) -> None:
         self._flags = flags

@@ -15,7 +15,7 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from epp.app.readiness import Readiness
-from epp.app.reloading import Concerned, Reloading, settings_of
+from epp.app.reloading import AffectedComponents, Reloading, settings_of
 from epp.app.sources import Sources, or_start_error
 from epp.configuration.build import oldest_metrics_s
 from epp.configuration.memory_plan import memory_plan
@@ -290,7 +290,7 @@ class EndpointPicker:
             self.scheduler.take(Tick(), time.monotonic())
             self._expect_peers()
             self.telemetry.fold()
-            self.readiness.asked()
+            self.readiness.endpoint_scraped()
             self._recent.expire()
             for expected_s, observed_s in self._recent.first_tokens():
                 self.telemetry.first_token_compared(expected_s, observed_s)
@@ -523,7 +523,7 @@ class EndpointPicker:
         )
 
     def _open_reloading(self) -> Reloading:
-        concerned = Concerned(
+        concerned = AffectedComponents(
             scheduler=self.scheduler,
             sessions=self.sessions,
             scraper=self._scraper,
@@ -551,7 +551,7 @@ class EndpointPicker:
                 metrics = structs.replace(metrics, attributes=attributes)
             self.scheduler.take(PageScraped(slot, metrics), now)
             self._first_tokens.observe(endpoint.endpoint_id, metrics, now)
-        self.readiness.asked()
+        self.readiness.endpoint_scraped()
 
     def _served(self, request: InferenceRequest, endpoint: Endpoint, now: Seconds) -> None:
         self.tokens.served(request, endpoint, now)
@@ -586,7 +586,7 @@ class EndpointPicker:
         slot = self.scheduler.pool.slot_of(endpoint)
         if slot is not None:
             self.scheduler.take(ScrapeFailed(slot=slot, answered=kind.answered), time.monotonic())
-        self.readiness.asked()
+        self.readiness.endpoint_scraped()
         _log.debug("scrape failed", endpoint=endpoint.name, kind=kind, problem=sentence)
 
     def _changed(self, change: Applied | RefusedDocument) -> None:

@@ -58,7 +58,7 @@ def check_config(flags: CheckFlags, out: TextIO, err: TextIO) -> int:
             f"{old.source} and {config.source} have the same effect"
         ]:
             print(line, file=out)
-    return _held_against(config, flags.capture, plugins, out, err) if flags.capture else VALID
+    return _print_comparison(config, flags.capture, plugins, out, err) if flags.capture else VALID
 
 
 def _upgraded(file: str, out: TextIO, err: TextIO) -> int:
@@ -95,7 +95,7 @@ def _failed(error: ConfigError | OSError, err: TextIO) -> int:
     return INVALID
 
 
-def _held_against(
+def _print_comparison(
     config: PickerConfig, capture: str, plugins: PluginTables, out: TextIO, err: TextIO
 ) -> int:
     """Print how many decisions in the folder `capture` would differ with `config`.

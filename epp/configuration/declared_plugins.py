@@ -217,7 +217,7 @@ class DeclaredPlugins:
             return None
         self.warn_of_parameters(where, plugin, parameters)
         if kind.abilities.warns:
-            self._warn_as_told(where, plugin)
+            self._add_plugin_warnings(where, plugin)
         if kind.abilities.differs:
             self.findings.warn(f"{where}: {kind.abilities.differs}")
         return ConfiguredPlugin(
@@ -229,7 +229,7 @@ class DeclaredPlugins:
             given=frozenset(parameters),
         )
 
-    def _warn_as_told(self, where: str, plugin: Any) -> None:
+    def _add_plugin_warnings(self, where: str, plugin: Any) -> None:
         try:
             told: tuple[str, ...] = msgspec.convert(plugin.warnings(), tuple[str, ...])
         except BaseException as error:  # noqa: BLE001  the boundary of a plugin

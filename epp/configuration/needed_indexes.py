@@ -42,7 +42,7 @@ class NeededIndexes:
     def __init__(self, declared: DeclaredPlugins) -> None:
         self.declared = declared
         self.findings = declared.findings
-        self._settled: dict[str, set[str]] = {}
+        self._parameters_set: dict[str, set[str]] = {}
         """Names of the parameters that the document sets for each index, by the name of
         the index.
         """
@@ -75,7 +75,7 @@ class NeededIndexes:
                     lookup = plugin.type_name
                 named.setdefault(plugin.type_name, lookup)
                 indexes[lookup] = plugin.plugin
-                self._settled[lookup] = set(plugin.given)
+                self._parameters_set[lookup] = set(plugin.given)
         for where, needed in wanted:
             self._need_index(where, needed, indexes, named)
         if not self.findings.problems and not any(is_prefix(index) for index in indexes.values()):
@@ -90,14 +90,14 @@ class NeededIndexes:
                 f"{', '.join(self.declared.for_index)} of prefix-cache-scorer have no effect, because "
                 f"{PREFIX_INDEX} is declared"
             )
-        self._beside_told(indexes, named)
+        self._add_index_of_decisions(indexes, named)
         # The matches of other indexes are converted to this index's blocks, because it counts
         # tokens, not bytes.
         prefix = next((name for name, index in indexes.items() if is_told(index)), "")
         prefix = prefix or next((name for name, index in indexes.items() if is_prefix(index)), "")
         return indexes, prefix
 
-    def _beside_told(
+    def _add_index_of_decisions(
         self, indexes: dict[str, AffinityIndexSettings], named: dict[str, str]
     ) -> None:
         """If an index receives KV-cache events, add a prefix index of routing decisions for
@@ -178,7 +178,7 @@ class NeededIndexes:
             self.declared.warn_of_parameters(where, settings, parameters)
             indexes[type_name] = settings
             named[type_name] = type_name
-            self._settled[type_name] = set(parameters)
+            self._parameters_set[type_name] = set(parameters)
 
     def _adjust(
         self,
@@ -199,7 +199,7 @@ class NeededIndexes:
             return
         fields = dict(zip(index.__struct_encode_fields__, index.__struct_fields__, strict=True))
         wanted = msgspec.structs.asdict(told)
-        settled = self._settled.setdefault(lookup, set())
+        settled = self._parameters_set.setdefault(lookup, set())
         for parameter, name in fields.items():
             if parameter not in parameters:
                 continue

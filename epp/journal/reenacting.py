@@ -120,7 +120,7 @@ def _settings(config: PickerConfig, configured: Configured) -> SchedulerSettings
     )
 
 
-def told(found: Mapping[str, Reenacted]) -> dict[str, Any]:
+def totals(found: Mapping[str, Reenacted]) -> dict[str, Any]:
     """Return the re-enacted decisions of all picker processes added up, as plain values."""
     total: dict[str, Any] = {"decisions": 0, "same": 0, "changed": 0, "differences": {}}
     for one in found.values():

@@ -89,9 +89,9 @@ def churn(
     return Churn(scheduler=scheduler, went=tuple(went), ended_s=now)
 
 
-def strangers_differ(after: Churn) -> str:
-    """Replace all endpoints by new ones; return the index that does not treat the new ones alike,
-    or "" if all do.
+def inherited_column(after: Churn) -> str:
+    """Replace all endpoints by new ones. Return the index and the column that differ between the
+    new ones, as "index, column", or "" if none does.
 
     The new endpoints occupy the slots of the old ones and must not inherit anything from them.
     """

@@ -50,7 +50,7 @@ from epp.core.prompt.request import InferenceRequest
 from epp.core.session_tokens import SessionTokens
 from epp.core.types import AdapterReport
 from epp.testing import builders
-from epp.testing.churn import churn, prompt, strangers_differ
+from epp.testing.churn import churn, inherited_column, prompt
 from epp.testing.reads import ReadsObserved
 
 Given = Mapping[str, str]
@@ -469,7 +469,7 @@ def _check_churn(subject: _Subject) -> None:
     subject.expect(
         first.scheduler.ledger.open_leases == 0, "in churn a request that ended is still in flight"
     )
-    differing = strangers_differ(first)
+    differing = inherited_column(first)
     subject.expect(not differing, f"after churn, new endpoints inherit {differing} from old ones")
 
 

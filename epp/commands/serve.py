@@ -24,7 +24,7 @@ _log = structlog.get_logger(__name__)
 
 
 def serve(flags: ServeFlags, out: TextIO, err: TextIO) -> int:
-    """Serve until SIGTERM or SIGINT, then drain.
+    """Run a picker until SIGTERM or SIGINT, then drain it.
 
     All messages are logged and nothing is printed. Return 0, or 1 if the picker cannot start.
     """
@@ -52,7 +52,7 @@ def serve(flags: ServeFlags, out: TextIO, err: TextIO) -> int:
 async def until_signal(
     picker: EndpointPicker, interrupted_max_s: Seconds = INTERRUPTED_DRAIN_S_MAX
 ) -> None:
-    """Serve until a signal ends the process."""
+    """Run a picker until a signal sets its `stop` event."""
     stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 

@@ -1,4 +1,6 @@
-"""The scheduling profiles of a configuration document: the acting one and the shadow."""
+"""Reading of the scheduling profiles of a configuration document: the acting one, which routes
+requests, and the shadow.
+"""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
@@ -18,7 +20,7 @@ from epp.core.decision.profile import (
 from epp.core.parameters import Parameters
 
 _WEIGHT: Final = 1.0
-"""Weight of a scorer without one, as in the reference picker."""
+"""Weight of a scorer for which the profile sets none, as in the reference picker."""
 _PICKER: Final = "max-score-picker"
 DETECTOR: Final = "utilization-detector"
 
@@ -40,14 +42,18 @@ class _ShadowSpec(Parameters, frozen=True):
 
 
 class ProfileSections:
-    """The reader of the sections `schedulingProfiles` and `shadow`."""
+    """Reads the sections `schedulingProfiles` and `shadow` of a configuration document, and records
+    their problems.
+    """
 
     def __init__(self, declared: DeclaredPlugins) -> None:
         self.declared = declared
         self.findings = declared.findings
 
     def acting(self, value: Any) -> SchedulingProfile | None:
-        """Return the profile that places requests, or None after a problem."""
+        """Return the profile that routes requests, or None if it is invalid; a problem is recorded
+        then.
+        """
         items = self.findings.items(value, "schedulingProfiles")
         if len(items) > 1:
             self.findings.problem(
@@ -65,7 +71,9 @@ class ProfileSections:
         return self._profile(spec.name, where, entries, self._responders())
 
     def _responders(self) -> tuple[NamedResponder, ...]:
-        """Return the plugins that take effect by being declared; profiles do not name them."""
+        """Return the plugins that take effect by being declared, without a reference in a profile:
+        those that set headers.
+        """
         return tuple(
             NamedResponder(plugin.name, plugin.plugin)
             for plugin in self.declared.plugins.values()
@@ -73,7 +81,11 @@ class ProfileSections:
         )
 
     def shadow(self, value: Any) -> tuple[SchedulingProfile | None, float]:
-        """Return the shadow profile, and the share of the decisions that it judges."""
+        """Return the shadow profile, and the share of the decisions (0 to 1) to which it is
+        applied.
+
+        The profile is None if there is none or it is invalid.
+        """
         spec = None if value is None else self.findings.convert(value, _ShadowSpec, "shadow")
         if spec is None:
             return None, 1.0
@@ -83,7 +95,10 @@ class ProfileSections:
     def _entries(
         self, where: str, plugins: Sequence[_ProfilePlugin]
     ) -> list[tuple[ConfiguredPlugin, float]]:
-        """Return the plugins of a profile with their weights, without those that have a problem."""
+        """Return the plugins that a profile refers to, with their weights.
+
+        An invalid reference is left out and recorded as a problem.
+        """
         entries: list[tuple[ConfiguredPlugin, float]] = []
         seen: set[str] = set()
         for index, entry in enumerate(plugins):
@@ -106,8 +121,9 @@ class ProfileSections:
         return entries
 
     def _profile_of_all(self) -> SchedulingProfile | None:
-        """Return a profile of every declared filter, scorer and picker, for a document without
-        profiles.
+        """Return a profile of every declared filter, scorer and picker, or None if it is invalid.
+
+        It applies if the document has no profiles.
         """
         in_profile = {Role.FILTER, Role.SCORER, Role.PICKER}
         entries = [
@@ -158,8 +174,9 @@ class ProfileSections:
             return None
 
     def _filter_of(self, plugin: ConfiguredPlugin) -> NamedFilter | None:
-        """Return the filter that `plugin` is or brings along; None if there is none, or after a
-        problem.
+        """Return the filter that `plugin` is, or that it contributes as a scorer.
+
+        None if there is no filter, or if the plugin fails; a problem is recorded then.
         """
         if plugin.role is Role.FILTER:
             return NamedFilter(plugin.name, plugin.plugin)

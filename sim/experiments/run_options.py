@@ -1,4 +1,6 @@
-"""The flags that `sim replay`, `compare` and `sweep` share, and the runs that they describe."""
+"""Command-line flags that describe a simulation run, shared by `sim replay`, `compare`, `sweep` and
+others, and the conversion of flags to run settings.
+"""
 
 import argparse
 from collections.abc import Iterable, Sequence
@@ -45,18 +47,18 @@ from sim.traces.reading_flags import add_reading_flags, read_options
 
 PODS: Final = 8
 RUNS_MAX: Final = 1_000
-"""Maximum number of seeds, of points of a sweep, and of concurrent processes."""
+"""Maximum number of seeds, of request rates of a sweep, and of concurrent processes (each)."""
 POLICY_HELP: Final = "an EndpointPickerConfig in a file, or a name that sim strategies lists"
 
 
 def add_run_options(
     parser: argparse.ArgumentParser, *, several_replicas: bool = False, trace_required: bool = True
 ) -> None:
-    """Add the flags that describe a run, in groups: trace, pods, pickers, delays, failures,
-    figures.
+    """Add the flags that describe a run, in groups: trace, traffic, pods, pickers, delays,
+    failures, figures.
 
-    With `several_replicas`, --replicas takes a list of numbers to compare. `trace_required` is
-    False if the command can also do without TRACE, which is None then.
+    With `several_replicas`, --replicas takes a list of numbers to compare. If `trace_required` is
+    False, the argument TRACE may be omitted and is None then.
     """
     parser.add_argument("trace", metavar="TRACE", nargs=None if trace_required else "?",
         help="a trace file; the format is found by its content")  # fmt: skip
@@ -70,7 +72,7 @@ def add_run_options(
 
 
 def _add_traffic_options(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for which requests of the trace are sent, and when."""
+    """Add the flags that determine which requests of the trace are sent, and when."""
     add = parser.add_argument_group("Traffic").add_argument
     add("--requests", type=_count, metavar="N", help="only the first N requests")
     add("--speed", type=_positive, default=1.0, metavar="X", help="requests arrive X times as fast")
@@ -96,7 +98,9 @@ def _add_pod_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_delay_options(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for delays until the picker learns about changes of pods."""
+    """Add the flags for delays: of scrapes, of the network, of discovery, of the renderer and of
+    KV-cache events.
+    """
     add = parser.add_argument_group("Delays").add_argument
     add("--scrape-interval", type=_positive, metavar="S",
         help="seconds between two scrapes of a pod (default: as epp serve)")  # fmt: skip
@@ -117,7 +121,7 @@ def _add_delay_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_failure_options(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for failures."""
+    """Add the flags for aborting clients, random faults and the scenario file."""
     add = parser.add_argument_group("Failures").add_argument
     add("--abort-share", type=_share, default=0.0, metavar="P",
         help="share of the clients that abort their request (default: 0)")  # fmt: skip
@@ -130,7 +134,7 @@ def _add_failure_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_figure_options(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for the measurements."""
+    """Add the flags for the measurements: latency targets, warm-up and checks."""
     add = parser.add_argument_group("Figures").add_argument
     add("--target-ttft", type=_positive, default=2.0, metavar="S",
         help="longest TTFT of a request that counts for goodput, in seconds (2)")  # fmt: skip
@@ -146,7 +150,9 @@ def _add_figure_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_picker_options(parser: argparse.ArgumentParser, *, several_replicas: bool) -> None:
-    """Add the flags for the pickers: their number, their share of requests, and their exchange."""
+    """Add the flags for the pickers: their number, the assignment of requests, and messages between
+    them.
+    """
     add = parser.add_argument_group("Pickers").add_argument
     if several_replicas:
         add("--replicas", type=_counts, metavar="N,N,...", help="numbers of pickers to compare (1)")
@@ -179,11 +185,11 @@ def run_settings(
     *,
     replicas: int | None = None,
 ) -> RunSettings:
-    """Return the run that the command line describes; a `repetition` above 0 has other traffic like
-    it.
+    """Return the settings of the run that the command line describes. A `repetition` above 0
+    replays similar traffic instead of the trace itself.
 
-    `replicas`, if given, replaces the flag's number of pickers. Raises `ClusterSettingsError` and
-    `ScenarioError`.
+    `replicas`, if not None, replaces the number of pickers in --replicas. Raises
+    `ClusterSettingsError` and `ScenarioError`.
     """
     profiles = options.profile or [find_profile(DEFAULT_PROFILE)]
     for profile in profiles:
@@ -252,8 +258,8 @@ def run_settings(
 
 
 def _scenario(options: argparse.Namespace, policy: PolicySource, usual: PodKind) -> Scenario | None:
-    """Return the scenario of `--scenario`, or None without one. Raises an error if other flags
-    contradict it.
+    """Return the scenario of `--scenario`, or None without that flag. Raises `ScenarioError` for an
+    invalid file, and `ClusterSettingsError` if other flags contradict the scenario.
     """
     if options.scenario is None:
         return None
@@ -280,8 +286,8 @@ def _scenario(options: argparse.Namespace, policy: PolicySource, usual: PodKind)
 def _plan(
     options: argparse.Namespace, scenario: Scenario | None, replicas: int | None
 ) -> PickersPlan:
-    """Return the pickers of the flags or the scenario. Raises `ClusterSettingsError` for
-    contradictions.
+    """Return the settings of the pickers from the flags or the scenario. Raises
+    `ClusterSettingsError` if they contradict each other.
     """
     flags = {
         "count": options.replicas,
@@ -337,7 +343,9 @@ def tell_warnings(settings: RunSettings) -> None:
 
 
 def _reading_conditions(read: ReadOptions) -> dict[str, Any]:
-    """Return the given flags about columns, units and tokens of the trace, for reports."""
+    """Return the flags that tell how to read the trace (columns, time unit, tokenizer), for
+    reports. Flags that were not given are left out.
+    """
     told = {
         "columns": dict(read.columns),
         "time_unit": read.time_unit,
@@ -347,7 +355,8 @@ def _reading_conditions(read: ReadOptions) -> dict[str, Any]:
 
 
 def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
-    """Return the conditions of one or more runs, for reports.
+    """Return the conditions of one or more runs (flags, pods, configuration hashes) by name, for
+    reports.
 
     The runs may differ only in policy, number of pickers, seed and speed. `report.condition_rows`
     formats the result. Raises what reading the trace raises.
@@ -398,7 +407,9 @@ def conditions(settings: RunSettings, *others: RunSettings) -> dict[str, Any]:
 
 
 def _estimate_conditions(pods: Iterable[PodKind]) -> dict[str, Any]:
-    """Return the possible errors of estimated profiles, if there are any."""
+    """Return the entry `estimated` of a run's conditions, with the possible errors of estimated
+    profiles. Empty if no pod has an estimated profile.
+    """
     told = {
         kind.profile.name: kind.profile.estimated.said for kind in pods if kind.profile.estimated
     }
@@ -406,7 +417,9 @@ def _estimate_conditions(pods: Iterable[PodKind]) -> dict[str, Any]:
 
 
 def _cache_conditions(pods: Sequence[PodKind]) -> dict[str, Any]:
-    """Return the number of pods by cache behaviour, if any differs from vLLM's."""
+    """Return the entry `caches` of a run's conditions, with the number of pods by cache behaviour.
+    Empty if all pods have vLLM's prompt cache.
+    """
     if not any(kind.cache for kind in pods):
         return {}
     names = [cache_spelt(kind.cache) for kind in pods]
@@ -414,8 +427,8 @@ def _cache_conditions(pods: Sequence[PodKind]) -> dict[str, Any]:
 
 
 def _feature_conditions(pods: Sequence[PodKind]) -> dict[str, Any]:
-    """Return the additional engine features in use, if any, and the evidence that they were checked
-    with.
+    """Return the entries of a run's conditions about engine features that pods use, with the
+    evidence for each feature. Empty if pods use none.
     """
     used = dict.fromkeys(name for kind in pods for name in features_used(kind))
     spelt = [", ".join(map(feature_spelt, kind.features)) or "none" for kind in pods]
@@ -434,8 +447,8 @@ def _peer_conditions(peers: PeerSettings | None) -> dict[str, Any]:
 
 
 def named_policies(names: list[str]) -> list[PolicySource]:
-    """Return the policies, each under a unique name. Raises `PolicyNameError`, and what
-    `policy_source` raises.
+    """Return the policies with the given names or files. Raises `PolicyNameError` if two have the
+    same name, and what `policy_source` raises.
     """
     sources = [policy_source(name) for name in names]
     taken: dict[str, str] = {}
@@ -450,7 +463,7 @@ def named_policies(names: list[str]) -> list[PolicySource]:
 
 
 def count_of_runs(text: str) -> int:
-    """Parse the number of runs of a command, for argparse."""
+    """Parse a number of runs, seeds or processes from 1 to `RUNS_MAX`, for argparse."""
     return int(_number(text, lowest=1, highest=RUNS_MAX, integer=True))
 
 
@@ -535,7 +548,7 @@ def _positive(text: str) -> float:
 
 
 def _in_digits(number: float) -> str:
-    """Format a number without an exponent."""
+    """Format a number with at most six decimals and without an exponent."""
     return f"{number:,.6f}".rstrip("0").removesuffix(".")
 
 

@@ -119,7 +119,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _point(rate: float, config: str, runs: Sequence[RunSummary]) -> SweepPoint:
-    """Return the results of one configuration at one rate, over its completed seeds."""
+    """Return the results of one configuration at one request rate, over the seeds that have
+    completed.
+    """
     varied = varied_between(runs)
     figures = [figures_of(one) for one in runs]
     sent = [one.requests_per_s or math.nan for one in runs]

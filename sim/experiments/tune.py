@@ -1,5 +1,5 @@
-"""The command `sim tune`: better weights and thresholds for the traffic of a trace, with
-confidence.
+"""The command `sim tune`: find better weights and thresholds for the traffic of a trace, and test
+whether the improvement is significant.
 """
 
 import argparse
@@ -58,10 +58,10 @@ from sim.traces.formats import open_trace
 from sim.traces.reading import content_hash
 
 REQUESTS_MIN: Final = 40
-"""Minimum number of requests of a trace that is split into halves."""
+"""Minimum number of requests of a trace for `sim tune`, which splits it into halves."""
 _TRIALS_MAX: Final = 10_000
 _GUARDED: Final = tuple(measure for measure in LABELS if measure != "pod_hours")
-"""Measures that a guard may use: those of every run."""
+"""Names of the measures that `--guard` accepts: those that every run has."""
 _CONFIG_MAP_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
@@ -193,10 +193,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 class _Task:
-    """The parsed and checked arguments of the command."""
+    """The tuning that the command line of `sim tune` describes, checked."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """Read and check the arguments. Raises errors that `sim` prints."""
+        """Check the options and read the configuration and the trace. Raises errors that `sim`
+        prints.
+        """
         self._options = options
         policy = policy_source(options.config)
         self.space = Space(policy, pickers=options.replicas, file=options.space)
@@ -215,8 +217,8 @@ class _Task:
 
     @property
     def about(self) -> dict[str, str]:
-        """The conditions that may not change between two starts: the present configuration, and all
-        on which figures depend.
+        """Conditions that must be the same when the command is started again on the same folder, as
+        text by name: the present configuration, and everything on which figures depend.
         """
         told = {
             "version": __version__,
@@ -239,18 +241,20 @@ class _Task:
 
     @property
     def runs_expected(self) -> int:
-        """Approximate number of runs."""
+        """Approximate number of simulation runs of the tuning, for the progress bar."""
         seeds: int = self._options.seeds
         compared = PILOTS + FINALISTS + len(LOADS)
         return runs_expected(self._options.trials) + 2 * seeds * compared
 
     @property
     def requests(self) -> int:
-        """Number of requests of both halves."""
+        """Number of requests in both halves of the trace together."""
         return sum(map(len, self.halves.values()))
 
     def summary(self, tuning: Tuning) -> TuneSummary:
-        """Return summary.json. The same task gives the same bytes, however often it was stopped."""
+        """Return the content of summary.json. The same task gives the same bytes, however often it
+        was stopped.
+        """
         options, search = self._options, tuning.search
         pairs = [*tuning.held_out.values(), *(against for _, against in tuning.finals)]
         varied = varied_between(pairs[0].present) if pairs else None
@@ -323,7 +327,9 @@ class _Task:
 
 
 def _halves(base: RunSettings) -> dict[Half, range]:
-    """Return the positions of the requests of each half. Raises what reading the trace raises."""
+    """Return the positions of the requests in each half of the trace. Raises what reading the trace
+    raises, and `TraceError` if it has fewer than `REQUESTS_MIN` requests.
+    """
     trace = open_trace(Path(base.trace), base.read)
     count = sum(1 for _ in islice(trace, base.requests_max))
     if count < REQUESTS_MIN:
@@ -338,7 +344,9 @@ def _halves(base: RunSettings) -> dict[Half, range]:
 
 
 def _write(folder: Path, summary: TuneSummary, tuning: Tuning, config_map_name: str) -> None:
-    """Write the reports, and the configuration if it is better; remove those of an earlier start."""
+    """Write the reports of a tuning. Write the tuned configuration if it beats the present one, or
+    the best so far after an interruption; remove configuration files of an earlier start.
+    """
     write_whole(folder / "summary.json", as_json(summary))
     write_whole(folder / "report.md", tune_report(summary).encode())
     write_whole(folder / "report.html", tune_page(summary).encode())
@@ -357,7 +365,9 @@ def _write(folder: Path, summary: TuneSummary, tuning: Tuning, config_map_name: 
 
 
 def _guards(options: argparse.Namespace) -> tuple[Guard, ...]:
-    """Return the guards of the command line, or the default ones. Raises `ClusterSettingsError`."""
+    """Return the guards that `--guard` names, or the default ones. Raises `ClusterSettingsError`
+    for contradictions.
+    """
     objectives = options.objective.measures
     if options.guard is None:
         return tuple(one for one in GUARDS if one.measure not in objectives)
@@ -374,7 +384,7 @@ def _guards(options: argparse.Namespace) -> tuple[Guard, ...]:
 
 
 def _guard(text: str) -> Guard | None:
-    """Return the guard, or None for the text "none"."""
+    """Parse the argument of `--guard`, for argparse. Return the guard, or None for the text "none"."""
     if text == "none":
         return None
     measure, equals, share = text.partition("=")

@@ -164,7 +164,7 @@ def _compared(
 
 def difference_summary(measure: str, found: Difference) -> DifferenceSummary:
     """Return the difference of one measure between two configurations in the form of summary.json,
-    with the verdict better, worse or undecided.
+    with its verdict, such as "better" or "no significant difference".
     """
     difference = found.difference
     estimate = estimate_summary(difference)

@@ -2,7 +2,7 @@
 
 Every `interval_s` it compares the mean of the pods' metric with the target:
 
-desired = ceil(pods x mean / target)
+    desired = ceil(pods x mean / target)
 
 The number of pods does not change while mean / target is within `tolerance` of 1. A pod without a
 metric, because it starts or restarts, counts as idle if the number of pods would rise, and as on

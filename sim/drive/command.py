@@ -1,4 +1,4 @@
-"""The command `sim drive`: send a trace as real requests to a live gateway."""
+"""The command `sim drive`: send the requests of a trace as real requests to a live gateway."""
 
 import argparse
 import asyncio
@@ -155,7 +155,9 @@ def run(options: argparse.Namespace) -> int:
 async def _drive(
     settings: "DriveSettings", told: "Callable[[Driven], None]", arrivals: Iterator[Arrival]
 ) -> "tuple[Driver, float, bool]":
-    """Run the drive. Return the driver, its duration, and whether it was interrupted."""
+    """Send the requests. Return the driver, the time that it took in seconds, and True if it was
+    interrupted.
+    """
     from sim.drive.driver import Driver  # noqa: PLC0415
 
     driver = Driver(settings, told)
@@ -173,7 +175,9 @@ async def _drive(
 
 
 def _shown(progress: Progress, total: int, measures: DriveMeasures) -> "Callable[[Driven], None]":
-    """Return a callback that records a request that ended and advances the progress bar."""
+    """Return a function that records a request that has ended in `measures`, and advances the
+    progress bar. `total` is 0 if the number of requests is unknown.
+    """
     task = progress.add_task("drive", total=total or None)
 
     def ended(driven: "Driven") -> None:
@@ -184,7 +188,9 @@ def _shown(progress: Progress, total: int, measures: DriveMeasures) -> "Callable
 
 
 def _conditions(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what was run, without the given headers, because they may contain keys."""
+    """Return the conditions of the run for reports. They do not contain the given headers, because
+    these may be keys.
+    """
     return {
         "trace": Path(options.trace).name,
         "url": options.url,
@@ -198,9 +204,10 @@ def _conditions(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _headers_in(path: Path | None) -> list[tuple[str, str]]:
-    """Return the headers in a file. Raises `OutputError` and `OSError`.
+    """Return the headers in a file as (name, value), one of each line. Raises `OutputError` and
+    `OSError`.
 
-    The messages do not quote the content, because it may be a key.
+    The errors do not quote the content, because it may be a key.
     """
     if path is None:
         return []

@@ -32,7 +32,7 @@ class Assigner:
         self._weights = [1 / (1 + replica) for replica in range(replicas)]
         self._there = list(range(replicas))
 
-    def is_there(self, replica: int | None) -> bool:
+    def is_running(self, replica: int | None) -> bool:
         """Return whether picker `replica` runs and receives requests; False for None."""
         return replica in self._there
 

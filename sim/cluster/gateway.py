@@ -98,7 +98,7 @@ class Gateway:
         if request.fate is not None:
             return
         assigner = self._pickers.assigner
-        if not assigner.is_there(request.replica):
+        if not assigner.is_running(request.replica):
             # The picker died while the request was on the way.
             request.replica = assigner.choose(request.arrival.session)
         if request.replica is None:
@@ -117,7 +117,7 @@ class Gateway:
         """Continue with `request` after the resolver's delay; `resolution` is the parsed request or
         a refusal.
         """
-        if not self._waited(request):
+        if not self._end_wait(request):
             return
         if isinstance(resolution, Refusal):
             self._place(request, resolution)
@@ -127,24 +127,24 @@ class Gateway:
     def _hold(self, request: SimulatedRequest, parsed: InferenceRequest) -> None:
         """Place `request` now, or later if its picker holds it in the waiting line."""
         if self._pickers.may_hold(request):
-            request.wait = self._pickers.hold(request, parsed, partial(self._let_go, request))
+            request.wait = self._pickers.hold(request, parsed, partial(self._released, request))
             if request.wait is not None:
                 return
         self._place(request, parsed)
 
-    def _let_go(self, request: SimulatedRequest, resolution: Resolution) -> None:
+    def _released(self, request: SimulatedRequest, resolution: Resolution) -> None:
         """Place `request` after its picker has released it from the waiting line."""
-        if self._waited(request):
+        if self._end_wait(request):
             self._place(request, resolution)
 
-    def _waited(self, request: SimulatedRequest) -> bool:
+    def _end_wait(self, request: SimulatedRequest) -> bool:
         """End the wait of `request` at its picker. Return False if the request need not continue,
         because it has ended or its picker is gone; in the latter case it fails.
         """
         if request.wait is None:
             return False
         request.wait = None
-        if not self._pickers.assigner.is_there(request.replica):
+        if not self._pickers.assigner.is_running(request.replica):
             # The stream ended with the picker.
             self._fail(request, Failure.NO_PICKER, NO_PICKER_STATUS)
             return False

@@ -74,7 +74,7 @@ class _Source:
             scheduler, slot, rank=rank, replays=True, read=self._read, now=connects_at
         )
 
-    def hear(self, now: Seconds) -> None:
+    def catch_up(self, now: Seconds) -> None:
         """Process all frames, replays and connection changes that happened until `now`, in order of
         time.
         """
@@ -85,7 +85,8 @@ class _Source:
             self._act(self.subscription.watch(now), now)
 
     def close(self, now: Seconds) -> None:
-        """End the subscription. Do nothing if the scheduler has given the slot to another endpoint."""
+        """End the subscription. Do nothing if the scheduler has given the slot to another endpoint.
+        """
         if self._scheduler.pool.slot_of(self.endpoint) == self.slot:
             self.subscription.close(now)
 
@@ -121,7 +122,7 @@ class _Source:
         if self._replay is not None and self._replay[0] <= at:
             _, first = self._replay
             self._replay = None
-            for told in log.kept(first, log.next_at(at - delay_s)):
+            for told in log.retained(first, log.next_at(at - delay_s)):
                 subscription.replayed(told.number, _payload(told.number), at)
             self._act(subscription.replay_ended(at, marked=True), at)
             return
@@ -145,7 +146,8 @@ class _Source:
         self._act(subscription.disconnected(at), at)
 
     def _act(self, asked: Sequence[Asked], at: Seconds) -> None:
-        """Schedule the replays in `asked`, and apply the events that the subscription has received."""
+        """Schedule the replays in `asked`, and apply the events that the subscription has received.
+        """
         questions = [*asked]
         while self.subscription.works:
             questions += self.subscription.work(at)
@@ -159,7 +161,7 @@ class _Source:
         if frame is None:
             # A frame that waits longer than engines retain frames is lost.
             return Batch(faults=(Fault.NOT_A_BATCH,))
-        changes = log.changes_of(frame, _told_block_tokens(self._scheduler))
+        changes = log.changes_of(frame, _event_block_tokens(self._scheduler))
         rank = self.subscription.rank
         return BlocksChanged(self.slot, changes, engine_block_tokens=log.block_tokens, rank=rank)
 
@@ -214,12 +216,12 @@ class Listener:
         for gone in before.values():
             gone.close(now)
         self._there = False
-        self.hear(now)
+        self.catch_up(now)
 
-    def hear(self, now: Seconds) -> None:
+    def catch_up(self, now: Seconds) -> None:
         """Process all events of all subscriptions that have arrived by `now`."""
         for source in self._sources.values():
-            source.hear(now)
+            source.catch_up(now)
 
     def _source(
         self,
@@ -247,7 +249,7 @@ def _payload(number: int) -> bytes:
     return number.to_bytes(_NUMBER_BYTES, "big")
 
 
-def _told_block_tokens(scheduler: Scheduler) -> int:
+def _event_block_tokens(scheduler: Scheduler) -> int:
     """Return the block size in tokens of the first index that receives KV-cache events."""
     settings: Any = scheduler.settings.indexes[next(iter(scheduler.indexes.hearing))]
     tokens: int = settings.block_tokens

@@ -39,7 +39,8 @@ class Partition(Struct, frozen=True):
     side: tuple[int, ...]
 
     def parts(self, one: int, other: int, now: Seconds) -> bool:
-        """Return whether the partition separates the pickers `one` and `other` at the time `now`."""
+        """Return whether the partition separates the pickers `one` and `other` at the time `now`.
+        """
         return self.from_s <= now < self.to_s and (one in self.side) != (other in self.side)
 
 
@@ -193,7 +194,7 @@ class Peering:
             if self._peers[replica] is peer:
                 ready()
 
-        self._loop.after(delay_s, self._tell_all, asked, peer, still_there)
+        self._loop.after(delay_s, self._send_snapshot, asked, peer, still_there)
         self._loop.after(SNAPSHOT_S_MAX, still_there)
 
     def touched(self, replica: int) -> None:
@@ -298,15 +299,15 @@ class Peering:
         while peer.exchange.pending():
             peer.exchange.apply(now)
 
-    def _tell_all(self, asked: _Peer, peer: _Peer, learnt: Callable[[], None]) -> None:
+    def _send_snapshot(self, asked: _Peer, peer: _Peer, learnt: Callable[[], None]) -> None:
         """Send a snapshot of the state of picker `asked` to picker `peer`, unless one of them ends
         before it arrives.
         """
         if self._peers[asked.replica] is asked:
             frames = list(asked.exchange.snapshot(self._loop.now))
-            self._loop.after(self._delay_s(asked, peer), self._learn_all, peer, frames, learnt)
+            self._loop.after(self._delay_s(asked, peer), self._apply_snapshot, peer, frames, learnt)
 
-    def _learn_all(self, peer: _Peer, frames: list[bytes], learnt: Callable[[], None]) -> None:
+    def _apply_snapshot(self, peer: _Peer, frames: list[bytes], learnt: Callable[[], None]) -> None:
         if self._peers[peer.replica] is not peer:
             return
         now = self._loop.now

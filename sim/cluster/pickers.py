@@ -154,7 +154,7 @@ class Pickers:
         """Let time pass in all pickers; called about once a second."""
         for policy, listener in zip(self.policies, self._listeners, strict=True):
             if listener is not None:
-                listener.hear(self._loop.now)
+                listener.catch_up(self._loop.now)
             policy.tick(self._loop.now)
         self.peering.tick()
 
@@ -194,7 +194,7 @@ class Pickers:
                     policy.observe(scraper.endpoint, page, read_at)
         listener = self._listeners[replica]
         if listener is not None:
-            listener.hear(self._loop.now)
+            listener.catch_up(self._loop.now)
 
     def rest(self) -> None:
         """Stop all scraping by pickers and all sending between them until `wake` is called."""

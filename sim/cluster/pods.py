@@ -79,12 +79,13 @@ class Pods:
         self._count()
 
     def add(self, kinds: Sequence[PodKind]) -> None:
-        """Add pods that have started and that `expect` had counted. Discovery announces them later."""
+        """Add pods that have started and that `expect` had counted. Discovery announces them later.
+        """
         self._expected -= len(kinds)
         for kind in kinds:
             self._add(kind)
         self._count()
-        self._tell_later()
+        self._announce_later()
 
     def drain(
         self, pod: SimulatedPod, grace_s: Seconds, ended: Callable[[], None] | None = None
@@ -117,7 +118,7 @@ class Pods:
 
         if grace_s:
             pod.draining = True
-            self._tell_later()
+            self._announce_later()
         look()
 
     def end(self, pod: SimulatedPod) -> None:
@@ -133,16 +134,16 @@ class Pods:
         pod.requests.clear()
         for request in cut:
             self._cut(request)
-        self._tell_later()
+        self._announce_later()
 
     def restart(self, pod: SimulatedPod) -> None:
         """Start an ended pod again with an empty cache; do nothing if the pod runs."""
         if not pod.alive:
             pod.restart()
             self._count()
-            self._tell_later()
+            self._announce_later()
 
-    def _tell_later(self) -> None:
+    def _announce_later(self) -> None:
         self._loop.after(self._settings.discovery_delay_s, self._changed)
 
     def _add(self, kind: PodKind) -> None:

@@ -25,7 +25,8 @@ class RequestOutcome(Struct, kw_only=True):
     sent_at_s: Seconds
     """Time when the request was sent, in seconds after the start of the run."""
     ttft_s: Seconds = 0.0
-    """Time in seconds from sending the request to the first chunk with text; 0 if there was none."""
+    """Time in seconds from sending the request to the first chunk with text; 0 if there was none.
+    """
     duration_s: Seconds = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -40,9 +41,11 @@ async def drive(
     workload: Sequence[Conversation],
     answered: Callable[[RequestOutcome], None],
 ) -> list[RequestOutcome]:
-    """Send the whole workload. Return the outcomes in the order in which the requests ended.
+    """Send all conversations of the workload to the gateway. Return the outcome of each request, in
+    the order in which the requests ended.
 
-    A request without a complete answer ends its conversation, because the next turn would differ.
+    `answered` is called with each outcome. A request without a complete answer ends its
+    conversation, because the next turn would differ.
     """
     outcomes: list[RequestOutcome] = []
     started_at = asyncio.get_running_loop().time()

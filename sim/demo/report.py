@@ -87,7 +87,9 @@ def render_report(
     outcomes: Mapping[str, Sequence[RequestOutcome]],
     conditions: Sequence[tuple[str, str]],
 ) -> str:
-    """Return the page. `conditions` are the parameters of the run as (name, value)."""
+    """Return the HTML page of the demo's results. `conditions` are the parameters of the run as
+    (name, value).
+    """
     arms = [arm for arm in _COLOURS if arm in summary.arms]
     names = [_TITLES[arm] for arm in arms]
     counts = {arm: summary.arms[arm].requests_per_pod for arm in arms}

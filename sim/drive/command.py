@@ -94,10 +94,10 @@ def run(options: argparse.Namespace) -> int:
     # The HTTP client takes a tenth of a second to import, which other commands avoid.
     from sim.drive.driver import DriveSettings  # noqa: PLC0415
     from sim.drive.served_models import (  # noqa: PLC0415
+        ModelsUnknownError,
         NotServedError,
-        NotToldError,
         check_served,
-        models_asked,
+        requested_models,
     )
 
     beside = None if options.beside is None else read_run(options.beside / "summary.json")
@@ -117,12 +117,12 @@ def run(options: argparse.Namespace) -> int:
     for warning in warnings_of(trace):
         warned(warning)
     if not options.unlisted_models:
-        asked = models_asked(islice(iter(trace), options.requests), settings.models)
+        asked = requested_models(islice(iter(trace), options.requests), settings.models)
         try:
             asyncio.run(check_served(settings, asked))
         except NotServedError as unserved:
             return failed(str(unserved), code=1)
-        except NotToldError as untold:
+        except ModelsUnknownError as untold:
             warned(f"The gateway did not report which models it serves: {untold}.")
     folder = open_folder(options)
     measures, progress = DriveMeasures(), progress_bar("drive")

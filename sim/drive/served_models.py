@@ -24,8 +24,9 @@ class NotServedError(Exception):
     """The gateway does not serve a model of the trace; the message is in full sentences."""
 
 
-class NotToldError(Exception):
-    """The gateway did not report which models it serves; the message is a clause with the reason."""
+class ModelsUnknownError(Exception):
+    """The gateway did not report which models it serves; the message is a clause with the reason.
+    """
 
 
 class _Model(Struct):
@@ -36,7 +37,7 @@ class _Models(Struct):
     data: list[_Model]
 
 
-def models_asked(arrivals: Iterable[Arrival], models: Mapping[str, str]) -> dict[str, str]:
+def requested_models(arrivals: Iterable[Arrival], models: Mapping[str, str]) -> dict[str, str]:
     """Return the models that the first requests will name, each with its name in the trace.
 
     `models` has the replacements of names, in the form of `DriveSettings.models`.
@@ -51,8 +52,8 @@ def models_asked(arrivals: Iterable[Arrival], models: Mapping[str, str]) -> dict
 async def check_served(settings: DriveSettings, asked: Mapping[str, str]) -> None:
     """Request `/v1/models` from the gateway, and check that it serves each model in `asked`.
 
-    Raises `NotServedError` if it does not serve one, and `NotToldError` if it does not answer with
-    a list of models.
+    Raises `NotServedError` if it does not serve one, and `ModelsUnknownError` if it does not answer
+    with a list of models.
     """
     served = await _served(settings)
     missing = [name for name in asked if name not in served]
@@ -75,7 +76,7 @@ async def _served(settings: DriveSettings) -> list[str]:
             session.get(url, headers=settings.headers, allow_redirects=False) as response,
         ):
             if response.status != 200:
-                raise NotToldError(f"the answer has status {response.status}")
+                raise ModelsUnknownError(f"the answer has status {response.status}")
             body = await response.content.read(_ANSWER_BYTES_MAX)
             while len(body) < _ANSWER_BYTES_MAX and (
                 more := await response.content.read(_ANSWER_BYTES_MAX - len(body))
@@ -83,9 +84,9 @@ async def _served(settings: DriveSettings) -> list[str]:
                 body += more
         return [model.id for model in msgspec.json.decode(body, type=_Models).data]
     except (ClientError, TimeoutError, OSError) as problem:
-        raise NotToldError(str(problem) or type(problem).__name__) from None
+        raise ModelsUnknownError(str(problem) or type(problem).__name__) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
-        raise NotToldError("the answer is not a list of models") from None
+        raise ModelsUnknownError("the answer is not a list of models") from None
 
 
 def _listed(names: Iterable[str]) -> str:

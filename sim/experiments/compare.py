@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
         for policy in policies
         for replicas in counts
     ]
-    run_options.tell_warnings(jobs[0])
+    run_options.print_trace_warnings(jobs[0])
     names = [
         policy.name
         if replicas is None or len(counts) == 1

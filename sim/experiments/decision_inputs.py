@@ -15,8 +15,9 @@ from epp.core.types import AdapterReport
 _MATCHED: Final = NUMBERS.index("matched_blocks")
 
 
-def asked_of(leg: Leg) -> dict[str, Any]:
-    """Return the properties of the request that scorers use, such as its prompt length in tokens."""
+def request_properties(leg: Leg) -> dict[str, Any]:
+    """Return the properties of the request that scorers use, such as its prompt length in tokens.
+    """
     request = leg.request
     return {
         "block_tokens": leg.block_tokens,
@@ -26,7 +27,7 @@ def asked_of(leg: Leg) -> dict[str, Any]:
     }
 
 
-def scored_by(leg: Leg) -> list[dict[str, Any]]:
+def candidate_entries(leg: Leg) -> list[dict[str, Any]]:
     """Return an entry for each candidate of a decision, as in decisions.jsonl, with the inputs and
     the costs of its scorers.
 

@@ -108,7 +108,7 @@ def replay(settings: RunSettings, options: argparse.Namespace) -> int:
         listeners = [_shown(progress, total)]
         decisions = noted = None
         if folder is not None:
-            files.push(_nothing_half(folder))
+            files.push(_removing_unexplained(folder))
             requests = RequestTable(folder / REQUESTS)
             files.callback(requests.close)
             listeners.append(requests.add)
@@ -141,7 +141,7 @@ def replay(settings: RunSettings, options: argparse.Namespace) -> int:
     return INTERRUPTED
 
 
-def _nothing_half(folder: Path) -> Callable[..., None]:
+def _removing_unexplained(folder: Path) -> Callable[..., None]:
     """Return an exit callback for a context. After an error, it removes the request table and the
     decision file from `folder`, because no summary explains them.
     """
@@ -180,7 +180,8 @@ def _write(one: Run, summary: ReplaySummary, folder: Path, decisions: Path | Non
 
 
 def summary_of(one: Run, *, complete: bool) -> ReplaySummary:
-    """Return the content of summary.json for a run. The same settings and seed give the same bytes."""
+    """Return the content of summary.json for a run. The same settings and seed give the same bytes.
+    """
     settings = one.settings
     return ReplaySummary(
         complete=complete,

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from epp.core.decision.account import Leg
 from sim.cluster.simulated_request import SimulatedRequest
-from sim.experiments.decision_inputs import asked_of, scored_by
+from sim.experiments.decision_inputs import candidate_entries, request_properties
 from sim.measurement.measures import queue_of, tpot_of, ttft_of
 
 ROWS_PER_BATCH: Final = 16_384
@@ -128,7 +128,9 @@ class DecisionFile:
         if route is not None and route.decision is not None:
             # The inputs are stored as text, because later decisions change the arrays behind the
             # candidates.
-            self._noted[request.sequence] = msgspec.Raw(_ENCODE(scored_by(route.decision.leg)))
+            self._noted[request.sequence] = msgspec.Raw(
+                _ENCODE(candidate_entries(route.decision.leg))
+            )
 
     def add(self, request: SimulatedRequest) -> None:
         """Complete the line of a request that has ended, and write all lines that no longer wait
@@ -143,7 +145,7 @@ class DecisionFile:
         elif noted is None:
             candidates = candidates_of(decision.leg)
         else:
-            candidates, asked = noted, asked_of(decision.leg)
+            candidates, asked = noted, request_properties(decision.leg)
         line = {
             "request": request.arrival.index,
             "time_s": request.routed_at,

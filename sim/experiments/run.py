@@ -13,7 +13,7 @@ from epp.configuration.document import ConfigError
 from epp.core.decision.settings import SchedulerSettings
 from epp.core.prompt.request import InferenceRequest
 from epp.core.types import Seconds
-from sim.cluster.arrivals import grid_s, made_ready
+from sim.cluster.arrivals import grid_s, prepared_arrivals
 from sim.cluster.autoscaler import Autoscaler
 from sim.cluster.check import checker
 from sim.cluster.cluster import Cluster
@@ -91,7 +91,8 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     `Measures`, which depends on the span of the arrivals.
     """
     busiest_s: Seconds | None = None
-    """Length of the busiest period that the summary reports separately, or None for no such period."""
+    """Length of the busiest period that the summary reports separately, or None for no such period.
+    """
     check: bool = False
     """True to check the simulator's invariants after every event, which is slow."""
 
@@ -123,7 +124,7 @@ class Run:
         scheduler = open_policy(0).settings
         scenario = settings.scenario or Scenario(file="")
         configured = [scheduler, *_configured(scenario, cluster)]
-        told = _told_block_tokens(configured, cluster) if cluster.kv_events else ()
+        told = _event_block_tokens(configured, cluster) if cluster.kv_events else ()
         self.measures = Measures(
             settings.targets,
             predicting=scheduler is not None and bool(scheduler.prefix),
@@ -211,7 +212,7 @@ class Run:
             looked_at, arrivals = tee(arrivals)
             jitter_s = grid_s(looked_at)
         self.settings = replace(settings, jitter_s=jitter_s)
-        return made_ready(
+        return prepared_arrivals(
             arrivals,
             seed=settings.seed,
             jitter_s=jitter_s,
@@ -307,7 +308,7 @@ def _indexes(configured: Iterable[SchedulerSettings | None]) -> list[Any]:
     return [index for settings in configured if settings for index in settings.indexes.values()]
 
 
-def _told_block_tokens(
+def _event_block_tokens(
     configured: Iterable[SchedulerSettings | None], cluster: ClusterSettings
 ) -> tuple[int, ...]:
     """Return the block sizes in tokens of the indexes that receive KV-cache events, in ascending

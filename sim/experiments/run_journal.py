@@ -140,7 +140,7 @@ class RunJournal:
         self._file.flush()
 
 
-def tell_interrupted(journal: RunJournal) -> int:
+def print_interrupted(journal: RunJournal) -> int:
     """Print how to resume the interrupted command that stores its runs in `journal`, and return the
     exit code of an interrupted command.
     """

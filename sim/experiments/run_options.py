@@ -333,7 +333,7 @@ def _kv_event_conditions(told: KVEventSettings | None) -> dict[str, float]:
     return {} if told is None else {"kv_events_delay_s": told.delay_s, "kv_events_loss": told.loss}
 
 
-def tell_warnings(settings: RunSettings) -> None:
+def print_trace_warnings(settings: RunSettings) -> None:
     """Print a warning on stderr for each likely mistake in the trace.
 
     Raises the errors that opening the trace raises.

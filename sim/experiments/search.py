@@ -6,9 +6,10 @@ rung, a quarter of the tuning traffic. The best third of them run on the next ru
 (successive halving: Jamieson and Talwalkar, AISTATS 2016). The cost of a trial is the logarithm of
 its figure over that of the present configuration on exactly the same requests, so that rungs are
 comparable. Where one number is needed, it is the sum of the costs of both objectives: a gain of one
-per cent in either counts the same. A loss in one objective beyond the tolerance counts `GIVEN_UP`
-times in addition. No configuration with a greater loss is chosen, so the search should end among
-the others. Optuna's tree-structured Parzen estimator proposes the next batch from all costs so far.
+per cent in either counts the same. A loss in one objective beyond the tolerance counts
+`EXCESS_LOSS_WEIGHT` times in addition. No configuration with a greater loss is chosen, so the
+search should end among the others. Optuna's tree-structured Parzen estimator proposes the next
+batch from all costs so far.
 
 The size of a batch does not depend on the machine, its sampler is seeded by its position, and
 results are reported in the order of trials. The search therefore depends only on seed and
@@ -31,9 +32,9 @@ BATCH: Final = 12
 """Number of configurations that are proposed together; those of the first batch are random."""
 RUNGS: Final = (0.25, 1.0)
 """Share of the tuning traffic, from its beginning, that each rung of successive halving replays."""
-KEPT: Final = 1 / 3
+PROMOTED_SHARE: Final = 1 / 3
 """Share of a batch's configurations that reach the next rung."""
-GIVEN_UP: Final = 10.0
+EXCESS_LOSS_WEIGHT: Final = 10.0
 """Weight of a loss in one objective beyond the tolerance, in the cost that the search minimises.
 The value was determined on synthetic landscapes, together with the choice of the sampler:
 docs/simulator.md has the table.
@@ -73,7 +74,8 @@ class Trial(Struct, kw_only=True):
 
 
 class Search:
-    """A search for configurations with low costs, batch by batch; `trials` has the results so far."""
+    """A search for configurations with low costs, batch by batch; `trials` has the results so far.
+    """
 
     def __init__(self, space: Space, *, trials: int, seed: int, tolerance: float) -> None:
         """Create the search. `trials` is the number of configurations to try; `tolerance` is the
@@ -148,7 +150,7 @@ class Search:
                 one.costs.append(cost)
                 one.cost = one_cost(cost, self._tolerance)
             left.sort(key=lambda one: (one.cost, one.number))
-            left = left[: math.ceil(len(left) * KEPT)]
+            left = left[: math.ceil(len(left) * PROMOTED_SHARE)]
         self._proposals.tell([None if one.refused else one.cost for one in batch])
 
     def _proposed(self, number: int, values: Mapping[str, Value]) -> Trial:
@@ -166,7 +168,7 @@ def one_cost(costs: Costs, tolerance: float) -> float:
     objective beyond the share `tolerance` counts more.
     """
     allowed = math.log1p(tolerance)
-    return sum(costs) + GIVEN_UP * sum(max(0.0, cost - allowed) for cost in costs)
+    return sum(costs) + EXCESS_LOSS_WEIGHT * sum(max(0.0, cost - allowed) for cost in costs)
 
 
 def pareto(trials: Sequence[Trial]) -> list[Trial]:
@@ -190,7 +192,7 @@ def runs_expected(trials: int) -> int:
         left = min(BATCH, trials - first)
         for _ in RUNGS:
             runs += left + 1
-            left = math.ceil(left * KEPT)
+            left = math.ceil(left * PROMOTED_SHARE)
     return runs
 
 

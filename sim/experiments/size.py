@@ -28,7 +28,7 @@ from sim.experiments.leaderboard.sources import code_hash, plugins_hash
 from sim.experiments.mean_traffic import MeanTraffic
 from sim.experiments.repetitions import varied_between
 from sim.experiments.run import RunSettings
-from sim.experiments.run_journal import RunJournal, StoppedError, tell_interrupted
+from sim.experiments.run_journal import RunJournal, StoppedError, print_interrupted
 from sim.experiments.scenario_file import PODS_MAX
 from sim.experiments.sizing import (
     GROWTH,
@@ -162,13 +162,13 @@ def run(options: argparse.Namespace) -> int:
             # An interrupted search reports the results that it has.
             with bar, contextlib.suppress(StoppedError):
                 sizing.carry_out()
-            summary = _Told(task, sizing).summary()
+            summary = _SummaryBuilder(task, sizing).summary()
             _write(folder, summary)
             print(size_table(summary))
             print(f"results are in {folder}")
     if sizing.complete:
         return 0
-    return tell_interrupted(journal)
+    return print_interrupted(journal)
 
 
 def _opened(options: argparse.Namespace) -> tuple[Path, "_Task"]:
@@ -206,7 +206,8 @@ def _profiles(options: argparse.Namespace) -> list[Profile]:
 
 
 class Probe(Struct, frozen=True, kw_only=True):
-    """A simulation run for another process or machine, with a hash of what its result depends on."""
+    """A simulation run for another process or machine, with a hash of what its result depends on.
+    """
 
     settings: RunSettings
     inputs: str
@@ -293,7 +294,7 @@ class _Task:
         part = demand.sized_for.places
         generated = _is_generated(first, part, options.seeds)
         warm_up = _warm_up(first, part, generated=generated)
-        run_options.tell_warnings(found[0][1])
+        run_options.print_trace_warnings(found[0][1])
         told = run_options.conditions(*(settings for _, settings in found))
         self.conditions = told | {
             "trace": described or told["trace"],
@@ -345,7 +346,7 @@ class _Task:
         }
 
 
-class _Told:
+class _SummaryBuilder:
     """Builder of summary.json for a sizing, complete or interrupted.
 
     The same task gives the same bytes, regardless of interruptions.
@@ -395,10 +396,10 @@ class _Told:
         )
 
     def _option(self, at: int) -> SizedSummary:
-        task, sought = self._sizing.task, self._sizing.options[at]
-        option, pods, demand = task.options[at], sought.pods, task.demand.sized_for.demand
+        task, search = self._sizing.task, self._sizing.options[at]
+        option, pods, demand = task.options[at], search.pods, task.demand.sized_for.demand
         price = option.price_per_hour
-        counts = sought.counts(price)
+        counts = search.counts(price)
         cost = None if pods is None or price is None else pods * price
         hours = task.span_s / option.settings.speed / 3600
 
@@ -410,7 +411,7 @@ class _Told:
             config=option.policy.name,
             price_per_hour=price,
             pods=pods,
-            pods_perhaps=sought.perhaps,
+            pods_perhaps=search.perhaps,
             used=next((one.used for one in counts if one.pods == pods), None),
             cost_per_hour=None if cost is None else six_digits(cost),
             cost_per_million_tokens=for_a_million(demand.prompt_tokens + demand.output_tokens),
@@ -441,13 +442,13 @@ class _Told:
             HeadroomSummary(
                 case=case,
                 says=says[case],
-                pods=sought.pods,
+                pods=search.pods,
                 cost_per_hour=None
-                if price is None or sought.pods is None
-                else six_digits(price * sought.pods),
-                counts=sought.counts(price),
+                if price is None or search.pods is None
+                else six_digits(price * search.pods),
+                counts=search.counts(price),
             )
-            for case, sought in self._sizing.headroom.items()
+            for case, search in self._sizing.headroom.items()
         ]
 
     def _autoscaling(self, chosen: int) -> AutoscalingSummary | None:

@@ -107,7 +107,7 @@ class Runs(Protocol):
         ...
 
 
-class Sought:
+class PodSearch:
     """The search for the smallest sufficient number of pods under one set of settings, with its
     completed runs.
     """
@@ -233,19 +233,20 @@ class Sizing:
         self.task = task
         self._runs = runs
         self.options = [
-            Sought(
+            PodSearch(
                 option.settings,
                 task,
                 guessed_pods(task.demand.sized_for, option.profile, option.settings.speed),
             )
             for option in task.options
         ]
-        self.headroom: dict[str, Sought] = {}
+        self.headroom: dict[str, PodSearch] = {}
         """Searches for the pods that the chosen option needs with headroom, by case (`ONE_LOST` or
         `GROWTH`).
         """
-        self.every: list[Sought] = []
-        """One search for each option in which every number of pods is run, if the task requests it."""
+        self.every: list[PodSearch] = []
+        """One search for each option in which every number of pods is run, if the task requests it.
+        """
         self.autoscaled: tuple[AutoscalerSettings, list[KeptRun]] | None = None
         self.complete = False
 
@@ -267,7 +268,7 @@ class Sizing:
         None while an option's search has not ended, or if no option can be called the cheapest.
         """
         enough = self._enough()
-        if not enough or not all(sought.ended for sought in self.options) or self.why_none:
+        if not enough or not all(search.ended for search in self.options) or self.why_none:
             return None
         return min(enough, key=lambda at: (self._cost(at), self.options[at].used(), at))
 
@@ -277,7 +278,7 @@ class Sizing:
         search has not ended.
         """
         task = self.task
-        if not all(sought.ended for sought in self.options):
+        if not all(search.ended for search in self.options):
             return ""
         enough = self._enough()
         if not enough:
@@ -295,11 +296,12 @@ class Sizing:
         """Runs of the number of pods that has the most repetitions, over all options. Reports use
         them to describe how repetitions differ.
         """
-        of_counts = [runs for sought in self.options for runs in sought.runs.values()]
+        of_counts = [runs for search in self.options for runs in search.runs.values()]
         return max(of_counts, key=len, default=[])
 
     def found_runs(self, at: int) -> list[KeptRun]:
-        """Return the runs of the option at index `at` with its smallest sufficient number of pods."""
+        """Return the runs of the option at index `at` with its smallest sufficient number of pods.
+        """
         pods = self.options[at].pods
         assert pods is not None
         return self.options[at].runs[pods]
@@ -310,10 +312,10 @@ class Sizing:
         """
         return smallest_of_all(self.every[at].known)
 
-    def _search(self, sought: Sequence[Sought]) -> None:
+    def _search(self, searches: Sequence[PodSearch]) -> None:
         """Carry out several searches concurrently: each round runs the next runs of all of them."""
         while True:
-            wanted = [(one, *each) for one in sought for each in one.wanted()]
+            wanted = [(one, *each) for one in searches for each in one.wanted()]
             if not wanted:
                 return
             found = self._runs.of([settings for _, _, settings in wanted])
@@ -331,10 +333,10 @@ class Sizing:
         self.headroom = {
             # A pool with headroom must also serve the present traffic, and one pod less is not
             # enough for that.
-            ONE_LOST: Sought(
+            ONE_LOST: PodSearch(
                 replace(settings, scenario=lost, cluster=again), task, pods + 1, lowest=pods
             ),
-            GROWTH: Sought(
+            GROWTH: PodSearch(
                 at_load(settings, task.growth), task, math.ceil(pods * task.growth), lowest=pods
             ),
         }
@@ -420,19 +422,19 @@ class Sizing:
         """
         task = self.task
         for option in task.options:
-            sought = Sought(option.settings, task, start=1)
+            search = PodSearch(option.settings, task, start=1)
             wanted = [
-                (pods, sought.settings(pods, repetition))
+                (pods, search.settings(pods, repetition))
                 for pods in range(1, task.pods_max + 1)
                 for repetition in range(task.seeds)
             ]
             found = self._runs.of([settings for _, settings in wanted])
             for (pods, _), one in zip(wanted, found, strict=True):
-                sought.runs.setdefault(pods, []).append(one)
-            self.every.append(sought)
+                search.runs.setdefault(pods, []).append(one)
+            self.every.append(search)
 
     def _enough(self) -> list[int]:
-        return [at for at, sought in enumerate(self.options) if sought.pods is not None]
+        return [at for at, search in enumerate(self.options) if search.pods is not None]
 
     def _cost(self, at: int) -> float:
         """Return the number by which options are compared: cost per hour, or number of pods for an

@@ -35,11 +35,11 @@ from sim.sentences import unread
 
 WEIGHT_MIN: Final = 0.1
 WEIGHT_MAX: Final = 10.0
-OFF_FROM: Final = 0.05
+DRAWN_WEIGHT_MIN: Final = 0.05
 """Lower end of the range of proposed weights. A proposal below `WEIGHT_MIN`, about one in eight,
 means that the scorer is off.
 """
-AROUND: Final = 10.0
+SPAN_FACTOR: Final = 10.0
 """A parameter whose type has only one bound varies from its present value divided by this factor to
 its present value times this factor.
 """
@@ -57,7 +57,8 @@ set to rendezvous.
 
 Value = float | int | str
 Values = Mapping[str, Value]
-"""Value of each dimension, by name of the dimension; for a choice, the label of the chosen value."""
+"""Value of each dimension, by name of the dimension; for a choice, the label of the chosen value.
+"""
 
 
 class SpaceError(ValueError):
@@ -66,7 +67,7 @@ class SpaceError(ValueError):
     """
 
 
-class What(StrEnum):
+class DimensionKind(StrEnum):
     """The kind of a dimension: whether a plug-in's weight, parameter or type varies."""
 
     WEIGHT = "weight"
@@ -116,7 +117,7 @@ class Dimension(Struct, frozen=True, kw_only=True):
 
     plugin: str
     """Name of the plug-in in the configuration document."""
-    what: What
+    what: DimensionKind
     span: Range | Choice
     parameter: str = ""
     present: Value | None = None
@@ -125,9 +126,13 @@ class Dimension(Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """Name of the dimension, unique in the search space, such as "weight of queue-scorer"."""
-        if self.what is What.PARAMETER:
+        if self.what is DimensionKind.PARAMETER:
             return f"{self.parameter} of {self.plugin}"
-        return f"weight of {self.plugin}" if self.what is What.WEIGHT else f"type of {self.plugin}"
+        return (
+            f"weight of {self.plugin}"
+            if self.what is DimensionKind.WEIGHT
+            else f"type of {self.plugin}"
+        )
 
     def written(self, value: Value) -> Any:
         """Return the proposed `value` in the form in which the configuration document has it."""
@@ -157,7 +162,7 @@ class Space:
         if rows.defaults:
             found = {one.name: one for one in _usual(config, pickers)}
         if file is not None:
-            for one in _Asked(str(file), self._document, config).dimensions(rows):
+            for one in _RowConverter(str(file), self._document, config).dimensions(rows):
                 found[one.name] = one
         if not found:
             raise SpaceError(f"{policy.source} has nothing to vary: name parameters in --space")
@@ -177,10 +182,10 @@ class Space:
         names = _place_plugins(document, profile, self.dimensions, values)
         for one in self.dimensions:
             placed = names.get(one.plugin, one.plugin)
-            if one.what is What.PLUGIN or not placed or values[one.name] == one.present:
+            if one.what is DimensionKind.PLUGIN or not placed or values[one.name] == one.present:
                 continue  # an unchanged value keeps all its digits
             value = one.written(values[one.name])
-            if one.what is What.WEIGHT:
+            if one.what is DimensionKind.WEIGHT:
                 # The weight belongs to the position in the profile, whichever plug-in is there.
                 _named(profile["plugins"], "pluginRef", placed)["weight"] = value
             elif placed == one.plugin:
@@ -229,7 +234,7 @@ def _place_plugins(
     """
     names: dict[str, str] = {}
     for one in dimensions:
-        if one.what is not What.PLUGIN or values[one.name] == one.present:
+        if one.what is not DimensionKind.PLUGIN or values[one.name] == one.present:
             continue
         chosen = str(values[one.name])
         place = document["plugins"].index(_declared(document, one.plugin))
@@ -276,21 +281,21 @@ def _usual(config: PickerConfig, pickers: int) -> Iterator[Dimension]:
             span = _span(kind, present[name])
             if span is not None:
                 yield Dimension(
-                    plugin=member.name, what=What.PARAMETER, parameter=name, span=span,
+                    plugin=member.name, what=DimensionKind.PARAMETER, parameter=name, span=span,
                     present=present[name],
                 )  # fmt: skip
 
 
 def _weight(plugin: str, present: float, low: float, high: float, *, off: bool) -> Dimension:
     span = Range(
-        low=low * OFF_FROM / WEIGHT_MIN if off else low,
+        low=low * DRAWN_WEIGHT_MIN / WEIGHT_MIN if off else low,
         high=high,
         logarithmic=True,
         off_below=low if off else 0.0,
     )
     within = low <= present <= high or (off and not present)
     return Dimension(
-        plugin=plugin, what=What.WEIGHT, span=span,
+        plugin=plugin, what=DimensionKind.WEIGHT, span=span,
         present=(present or span.low) if within else None,
     )  # fmt: skip
 
@@ -327,8 +332,8 @@ def _span(kind: inspect.IntType | inspect.FloatType, present: float | None) -> R
     if not 0 < present < math.inf:
         return None
     return Range(
-        low=max(present / AROUND, low or 0.0, 1.0 if integer else 0.0),
-        high=present * AROUND if high is None else min(present * AROUND, high),
+        low=max(present / SPAN_FACTOR, low or 0.0, 1.0 if integer else 0.0),
+        high=present * SPAN_FACTOR if high is None else min(present * SPAN_FACTOR, high),
         logarithmic=True,
         integer=integer,
     )
@@ -378,7 +383,7 @@ def _read(file: Path) -> _File:
         raise SpaceError(unread(file, problem, "TOML")) from problem
 
 
-class _Asked:
+class _RowConverter:
     """Converter from the rows of a `--space` file to dimensions. Raises `SpaceError` if a row does
     not fit the configuration.
     """
@@ -434,7 +439,7 @@ class _Asked:
             values = {str(value): value for value in row.values}
             known = next((label for label, value in values.items() if value == present), None)
             return Dimension(
-                plugin=row.plugin, what=What.PARAMETER, parameter=row.name,
+                plugin=row.plugin, what=DimensionKind.PARAMETER, parameter=row.name,
                 span=Choice(values=values), present=known,
             )  # fmt: skip
         low, high = row.low, row.high
@@ -448,7 +453,7 @@ class _Asked:
         integer = isinstance(numbers[row.name], inspect.IntType)
         within = isinstance(present, int | float) and low <= present <= high
         return Dimension(
-            plugin=row.plugin, what=What.PARAMETER, parameter=row.name,
+            plugin=row.plugin, what=DimensionKind.PARAMETER, parameter=row.name,
             span=Range(low=low, high=high, logarithmic=row.log, integer=integer),
             present=present if within else None,
         )  # fmt: skip
@@ -475,5 +480,8 @@ class _Asked:
             raise self._wrong(place, f"expected types other than {present}, the present one")
         values = {type_name: type_name for type_name in (present, *others)}
         return Dimension(
-            plugin=row.plugin, what=What.PLUGIN, span=Choice(values=values), present=present
+            plugin=row.plugin,
+            what=DimensionKind.PLUGIN,
+            span=Choice(values=values),
+            present=present,
         )

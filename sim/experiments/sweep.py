@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"seeds {options.seed} to {options.seed + options.seeds - 1}", flush=True)
     folder = open_folder(options)
     base = run_options.run_settings(options, policies[0], options.seed)
-    run_options.tell_warnings(base)
+    run_options.print_trace_warnings(base)
     pace = pace_of(open_trace(Path(base.trace), base.read), base.requests_max)
     what_was_run = run_options.conditions(*(replace(base, policy=policy) for policy in policies))
     del what_was_run["speed"]

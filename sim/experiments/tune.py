@@ -25,7 +25,7 @@ from sim.experiments.measured_runs import Half, MeasuredRuns
 from sim.experiments.power import PILOTS
 from sim.experiments.repetitions import varied_between
 from sim.experiments.run import RunSettings
-from sim.experiments.run_journal import RunJournal, StoppedError, tell_interrupted
+from sim.experiments.run_journal import RunJournal, StoppedError, print_interrupted
 from sim.experiments.search import FINALISTS, RUNGS, Search, Trial, runs_expected
 from sim.experiments.space import Space
 from sim.experiments.tuning import GUARDS, LOADS, Guard, Objective, Tuning
@@ -178,7 +178,7 @@ def run(options: argparse.Namespace) -> int:
             # The results so far are reported even after an interruption.
             with contextlib.suppress(StoppedError):
                 with bar:
-                    tuning.foresee()
+                    tuning.estimate_power()
                 if tuning.power is not None:
                     print(power_sentence(tuning.power), flush=True)
                 with bar:
@@ -189,7 +189,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"results are in {folder}")
     if tuning.complete:
         return 0
-    return tell_interrupted(journal)
+    return print_interrupted(journal)
 
 
 class _Task:
@@ -207,7 +207,7 @@ class _Task:
             raise ClusterSettingsError(
                 f"{options.scenario} configures pickers, which would overwrite the tried configurations"
             )
-        run_options.tell_warnings(base)
+        run_options.print_trace_warnings(base)
         self.halves = _halves(base)
         self._conditions = run_options.conditions(base)
         # The jitter is determined once, because halves and their beginnings have the clock of the
@@ -384,7 +384,8 @@ def _guards(options: argparse.Namespace) -> tuple[Guard, ...]:
 
 
 def _guard(text: str) -> Guard | None:
-    """Parse the argument of `--guard`, for argparse. Return the guard, or None for the text "none"."""
+    """Parse the argument of `--guard`, for argparse. Return the guard, or None for the text "none".
+    """
     if text == "none":
         return None
     measure, equals, share = text.partition("=")

@@ -76,7 +76,7 @@ class Guard(Struct, frozen=True, kw_only=True):
 GUARDS: Final = (Guard(measure="e2e_mean_s"), Guard(measure="itl_mean_s"))
 
 
-class Against(Struct, frozen=True, kw_only=True):
+class Comparison(Struct, frozen=True, kw_only=True):
     """A comparison of another configuration with the present one, under every seed, on the same
     requests.
     """
@@ -169,9 +169,9 @@ class Tuning:
         self.guards = guards
         self.power: PowerSummary | None = None
         self.complete = False
-        self.finals: list[tuple[Trial, Against]] = []
+        self.finals: list[tuple[Trial, Comparison]] = []
         self.chosen: Trial | None = None
-        self.held_out: dict[float, Against] = {}
+        self.held_out: dict[float, Comparison] = {}
         """Comparison of the chosen configuration on the hold-out half, by load, in the order of
         `LOADS`.
         """
@@ -179,7 +179,7 @@ class Tuning:
         self._seeds = seeds
         self._requests = requests
 
-    def foresee(self) -> None:
+    def estimate_power(self) -> None:
         """Estimate the statistical power of the tuning and store it in `power`. Raises
         `StoppedError` if it is interrupted.
         """
@@ -190,7 +190,8 @@ class Tuning:
             self.power = power_of(differences, varied, requests=self._requests)
 
     def run(self) -> None:
-        """Search, choose a configuration and judge it. Raises `StoppedError` if it is interrupted."""
+        """Search, choose a configuration and judge it. Raises `StoppedError` if it is interrupted.
+        """
         self.search.run(self._costs)
         for trial in self.search.finalists(self.present.hash):
             self.finals.append((trial, self._against(trial.policy, Half.TUNING)))
@@ -238,7 +239,7 @@ class Tuning:
                 paid += lost
         return tuple(max(cost, 0.0) + paid for cost in costs) if paid else tuple(costs)
 
-    def _against(self, policy: PolicySource, half: Half, load: float = 1.0) -> Against:
+    def _against(self, policy: PolicySource, half: Half, load: float = 1.0) -> Comparison:
         samples = [
             Sample(half=half, load=load, repetition=repetition) for repetition in range(self._seeds)
         ]
@@ -258,7 +259,7 @@ class Tuning:
             )
             for measure in (*self.measures, *(guard.measure for guard in self.guards))
         }
-        return Against(
+        return Comparison(
             present=present,
             other=other,
             differences={measure: told[measure] for measure in self.measures},
@@ -273,7 +274,7 @@ class Tuning:
         ]
         return max(good)[-1] if good else None
 
-    def _bad(self, against: Against) -> bool:
+    def _bad(self, against: Comparison) -> bool:
         return (
             against.loses_more
             or bool(against.worse(self.tolerance))

@@ -34,13 +34,14 @@ BUSIEST_REQUESTS: Final = 200
 """Number of requests that the busiest part has at the mean rate; with fewer requests, its
 percentiles would mean little.
 """
-BUSIER: Final = 1.1
+BUSIER_RATIO: Final = 1.1
 """Ratio between the work of the busiest part of a trace and of the busiest one after the warm-up.
 Above it, the difference is not attributed to chance, and the warm-up is said to exclude the busiest
 part.
 """
 TEXTS_MAX: Final = 10_000_000
-"""Maximum number of distinct texts whose last use is stored; further texts count as new each time."""
+"""Maximum number of distinct texts whose last use is stored; further texts count as new each time.
+"""
 _SHARED: Final = "\0"
 """Value of `_Use.owner` for a text that several sessions used; no session has this name."""
 
@@ -135,7 +136,7 @@ def _excludes(seconds: Seconds, times_s: Floats, work: Floats, length_s: Seconds
     """
     left = times_s >= seconds
     busiest = _work_of_busiest(times_s, work, length_s)
-    return busiest > BUSIER * _work_of_busiest(times_s[left], work[left], length_s)
+    return busiest > BUSIER_RATIO * _work_of_busiest(times_s[left], work[left], length_s)
 
 
 def _work_of_busiest(times_s: Floats, work: Floats, length_s: Seconds) -> float:
@@ -144,7 +145,8 @@ def _work_of_busiest(times_s: Floats, work: Floats, length_s: Seconds) -> float:
 
 
 class _Reuse:
-    """Reuse of prompt texts in one cache of unlimited size: how long ago each text was last used."""
+    """Reuse of prompt texts in one cache of unlimited size: how long ago each text was last used.
+    """
 
     def __init__(self, *, generated: bool) -> None:
         self._generated = generated

@@ -268,7 +268,8 @@ def _open(content: Content, rate_per_s: float, burstiness: float = 1.0) -> Workl
 
 
 def _lanes(content: Content, lanes: int) -> Workload:
-    """Return a workload that sends requests endlessly and always has `lanes` of them in progress."""
+    """Return a workload that sends requests endlessly and always has `lanes` of them in progress.
+    """
     stage = Concurrency(lanes=lanes, requests=int(_FOREVER_S))
     return Workload(content=content, load=ClosedLoad(stages=(stage,)))
 
@@ -403,7 +404,8 @@ _RATES_PER_S: Final = MappingProxyType(
         "bursts": 60.0,
     }
 )
-"""Request rate per second (of conversations: starts per second), by name of the standard workload."""
+"""Request rate per second (of conversations: starts per second), by name of the standard workload.
+"""
 _LANES: Final = MappingProxyType(
     {"code-generation": 16, "deep-research": 16, "rag": 30, "synthetic-data": 40, "reasoning": 40}
 )
@@ -588,7 +590,7 @@ _HOLD_OUTS: Final = tuple(
     )
 )
 
-_NOT_AS_BELIEVED: Final = tuple(
+_OTHER_THAN_ASSUMED: Final = tuple(
     replace(case, hold_out=True)
     for case in (
         Case(
@@ -667,7 +669,7 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
     {
         case.name: replace(case, targets=_DOCUMENTS) if case.name in _OF_DOCUMENTS else case
         for case in chain(
-            _PUBLISHED, map(_standard, STANDARD), _POOLS, _HOLD_OUTS, _NOT_AS_BELIEVED
+            _PUBLISHED, map(_standard, STANDARD), _POOLS, _HOLD_OUTS, _OTHER_THAN_ASSUMED
         )
     }
 )

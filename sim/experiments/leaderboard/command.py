@@ -159,7 +159,7 @@ class Board:
         self.results: dict[int, CellResult] = {}
         self._folder = folder
         for number, cell in enumerate(cells):
-            known = folder.known(cell) if folder else None
+            known = folder.stored(cell) if folder else None
             if known is not None:
                 self.results[number] = known
         self.taken = len(self.results)
@@ -180,7 +180,7 @@ class Board:
                     continue
                 self.results[number] = outcome
                 if self._folder is not None:
-                    self._folder.keep(self.cells[number], outcome)
+                    self._folder.store(self.cells[number], outcome)
 
     def summary(self) -> LeaderboardSummary:
         """Return the content of summary.json for the results so far. The same results give the same

@@ -32,7 +32,7 @@ class CellFolder:
             for file in self._cells.glob("*.json"):
                 file.unlink()
 
-    def known(self, cell: Cell) -> CellResult | None:
+    def stored(self, cell: Cell) -> CellResult | None:
         """Return the stored result of a cell. None if the cell has not run, or if its stored result
         has other inputs (code, trace or parameters).
         """
@@ -43,7 +43,7 @@ class CellFolder:
             return None
         return found if found.inputs == cell.inputs else None
 
-    def keep(self, cell: Cell, result: CellResult) -> None:
+    def store(self, cell: Cell, result: CellResult) -> None:
         """Store the result of a cell, replacing a stored result of the same case, strategy and
         seed. Raises `OSError`.
         """

@@ -120,7 +120,8 @@ class Stored(Struct, eq=False):
         )
 
     def shared_tokens(self, prompt: PromptParts) -> int:
-        """Return how many tokens at the beginning of the stored text and of `prompt` are the same.
+        """Return how many tokens at the beginning of the stored text and of `prompt` are the
+        same.
         """
         shared = 0
         ours = zip(self.text.keys[: self.parts], self.text.ends, strict=False)

@@ -112,7 +112,8 @@ class StoredPrompts:
         self._using: dict[EngineRequest, _Entry] = {}
 
     def pool(self, blocks_total: int) -> BlockPool:
-        """Return a pool in which no block can be hit, because stored prompts are copied on write.
+        """Return a pool in which no block can be hit, because stored prompts are copied on
+        write.
         """
         return UnhashedPool(blocks_total)
 

@@ -111,7 +111,8 @@ def at_rates(arrivals: Iterable[Arrival], rates: Sequence[Rate]) -> Iterator[Arr
     """
     left = deque(rates)
     run_s = trace_s = 0.0
-    """Time of the run, and the corresponding time of the trace, up to which arrivals are converted.
+    """Time of the run, and the corresponding time of the trace, up to which arrivals are
+    converted.
     """
     for arrival in arrivals:
         time_s = arrival.time_s
@@ -158,7 +159,8 @@ class Pace(Struct, frozen=True):
 
 
 def pace_of(arrivals: Iterable[Arrival], requests_max: int | None = None) -> Pace:
-    """Return the mean request rate of the first `requests_max` arrivals, or of all if it is None.
+    """Return the mean request rate of the first `requests_max` arrivals, or of all if it is
+    None.
     """
     count, latest_s, waits = 0, 0.0, False
     for arrival in islice(arrivals, requests_max):

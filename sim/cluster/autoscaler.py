@@ -44,7 +44,8 @@ class ScaledBy(StrEnum):
 
 
 class AutoscalerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of a simulated autoscaler. Raises `ValueError` if `pods_min` exceeds `pods_max`.
+    """The settings of a simulated autoscaler. Raises `ValueError` if `pods_min` exceeds
+    `pods_max`.
     """
 
     metric: ScaledBy

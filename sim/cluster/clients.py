@@ -20,7 +20,8 @@ _ASKED_AGAIN: Final = frozenset({Failure.POD_DIED, Failure.NO_PICKER})
 """Failures without an HTTP status in `RETRIED` after which a client also retries."""
 
 ENDED_MAX: Final = 65_536
-"""Maximum number of ended requests whose end time is stored, for following turns that arrive later.
+"""Maximum number of ended requests whose end time is stored, for following turns that arrive
+later.
 """
 
 

@@ -150,7 +150,8 @@ class EventLog:
         return known
 
     def _change(self, *, held: bool) -> _Change:
-        """Return the last open change if it has the same kind (stored or removed), else a new one.
+        """Return the last open change if it has the same kind (stored or removed), else a new
+        one.
         """
         if self._changes and self._changes[-1].held is held:
             return self._changes[-1]

@@ -85,7 +85,8 @@ class _Source:
             self._act(self.subscription.watch(now), now)
 
     def close(self, now: Seconds) -> None:
-        """End the subscription. Do nothing if the scheduler has given the slot to another endpoint.
+        """End the subscription. Do nothing if the scheduler has given the slot to another
+        endpoint.
         """
         if self._scheduler.pool.slot_of(self.endpoint) == self.slot:
             self.subscription.close(now)
@@ -146,7 +147,8 @@ class _Source:
         self._act(subscription.disconnected(at), at)
 
     def _act(self, asked: Sequence[Asked], at: Seconds) -> None:
-        """Schedule the replays in `asked`, and apply the events that the subscription has received.
+        """Schedule the replays in `asked`, and apply the events that the subscription has
+        received.
         """
         questions = [*asked]
         while self.subscription.works:

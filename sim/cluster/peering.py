@@ -39,7 +39,8 @@ class Partition(Struct, frozen=True):
     side: tuple[int, ...]
 
     def parts(self, one: int, other: int, now: Seconds) -> bool:
-        """Return whether the partition separates the pickers `one` and `other` at the time `now`.
+        """Return whether the partition separates the pickers `one` and `other` at the time
+        `now`.
         """
         return self.from_s <= now < self.to_s and (one in self.side) != (other in self.side)
 

@@ -79,7 +79,8 @@ class Pods:
         self._count()
 
     def add(self, kinds: Sequence[PodKind]) -> None:
-        """Add pods that have started and that `expect` had counted. Discovery announces them later.
+        """Add pods that have started and that `expect` had counted. Discovery announces them
+        later.
         """
         self._expected -= len(kinds)
         for kind in kinds:

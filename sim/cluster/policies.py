@@ -97,7 +97,8 @@ class Policy(Protocol):
         ...
 
     def configure(self, settings: SchedulerSettings, now: Seconds) -> None:
-        """Replace the settings of the policy's scheduler. Baselines have none and raise an error.
+        """Replace the settings of the policy's scheduler. Baselines have none and raise an
+        error.
         """
         ...
 

@@ -1,4 +1,5 @@
-"""The settings of a simulated cluster: its pods, pickers and clients, and the delays between them.
+"""The settings of a simulated cluster: its pods, pickers and clients, and the delays between
+them.
 """
 
 from collections.abc import Callable
@@ -104,7 +105,8 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
     discovery_delay_s: Seconds = 1.0
     """Time in seconds from a change of the pool until pickers know of it."""
     response_chunks: bool = False
-    """True if the gateway passes response bodies to the picker, which then observes first tokens.
+    """True if the gateway passes response bodies to the picker, which then observes first
+    tokens.
     """
     abort_share: float = 0.0
     """Share of the requests whose client aborts if the answer takes longer than its patience."""

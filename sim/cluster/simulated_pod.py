@@ -162,10 +162,12 @@ class SimulatedPod:
         self.life = 0
         """Counter that increases whenever the pod's process starts or ends."""
         self.requests: dict[str, Any] = {}
-        """Requests in the pod's engine, by request id. The owner of the pod adds and removes them.
+        """Requests in the pod's engine, by request id. The owner of the pod adds and removes
+        them.
         """
         self.scrapers: list[Scraper] = []
-        """Scrapers of the pod. They are called before anything changes that the metrics page shows.
+        """Scrapers of the pod. They are called before anything changes that the metrics page
+        shows.
         """
         self.leaving: set[str] = set()
         """Ids of requests that were aborted during the running pass, and that stay in the engine
@@ -271,7 +273,8 @@ class SimulatedPod:
         self._follow()
 
     def freeze_page(self, frozen: bool) -> None:
-        """Freeze the pod's metrics page in its present state if `frozen` is true, else unfreeze it.
+        """Freeze the pod's metrics page in its present state if `frozen` is true, else unfreeze
+        it.
         """
         self._catch_up()
         self._frozen = self._metrics(self._loop.now) if frozen else None

@@ -65,7 +65,8 @@ class SimulatedRequest:
         """
         self.route: Route | None = None
         self.policy: Policy | None = None
-        """Policy of the picker process that routed the request. The process may have ended since.
+        """Policy of the picker process that routed the request. The process may have ended
+        since.
         """
         self.refusal: Refusal | None = None
         self.pod: SimulatedPod | None = None
@@ -77,7 +78,8 @@ class SimulatedRequest:
         self.life = 0
         self.predicted_cached_tokens = 0
         self.metrics_age_s: Seconds = math.inf
-        """Age in seconds of the chosen pod's metrics when the picker decided; infinite if unknown.
+        """Age in seconds of the chosen pod's metrics when the picker decided; infinite if
+        unknown.
         """
         self.submitted_at: Seconds | None = None
         self.hashes: PromptHashes | None = None

@@ -237,7 +237,8 @@ class Arm:
         return child
 
     async def _unless_ended(self, work: Awaitable[_T]) -> _T:
-        """Return the result of `work`. Raises `DemoError` if one of the arm's programs ends first.
+        """Return the result of `work`. Raises `DemoError` if one of the arm's programs ends
+        first.
         """
         task = asyncio.ensure_future(work)
         ends = [asyncio.ensure_future(child.ended()) for child in self._children]

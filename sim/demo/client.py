@@ -25,7 +25,8 @@ class RequestOutcome(Struct, kw_only=True):
     sent_at_s: Seconds
     """Time when the request was sent, in seconds after the start of the run."""
     ttft_s: Seconds = 0.0
-    """Time in seconds from sending the request to the first chunk with text; 0 if there was none.
+    """Time in seconds from sending the request to the first chunk with text; 0 if there was
+    none.
     """
     duration_s: Seconds = 0.0
     prompt_tokens: int = 0

@@ -80,7 +80,8 @@ class Driver:
         self.not_sent = 0
         """Number of requests that were not sent because too many were in flight."""
         self.unfit = 0
-        """Number of requests that were not sent because their token ids cannot be written as text.
+        """Number of requests that were not sent because their token ids cannot be written as
+        text.
         """
         self.cut = 0
         """Number of requests that were in flight when the drive was stopped."""

@@ -25,7 +25,8 @@ class NotServedError(Exception):
 
 
 class ModelsUnknownError(Exception):
-    """The gateway did not report which models it serves; the message is a clause with the reason.
+    """The gateway did not report which models it serves; the message is a clause with the
+    reason.
     """
 
 

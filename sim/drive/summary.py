@@ -67,7 +67,8 @@ class Group:
 
     @property
     def ttft_s(self) -> "np.ndarray[Any, np.dtype[np.float64]]":
-        """Time to first token in seconds of each complete answer, or NaN if the answer had no text.
+        """Time to first token in seconds of each complete answer, or NaN if the answer had no
+        text.
         """
         return np.array(self._ttft_s)
 

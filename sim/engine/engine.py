@@ -57,7 +57,8 @@ class EngineSettings(Struct, frozen=True, kw_only=True):
     """
 
     blocks_total: int
-    """Number of KV-cache blocks (`num_gpu_blocks` of vLLM), at least 2, of which one is reserved.
+    """Number of KV-cache blocks (`num_gpu_blocks` of vLLM), at least 2, of which one is
+    reserved.
     """
     block_size_tokens: int = 16
     max_num_seqs: int = 1024
@@ -259,7 +260,8 @@ class Engine:
 
     @property
     def tokens_begun(self) -> int:
-        """Number of tokens computed in the first pass of the running step; 0 if no step is running.
+        """Number of tokens computed in the first pass of the running step; 0 if no step is
+        running.
         """
         return self._pending.work.tokens if self._pending else 0
 
@@ -320,7 +322,8 @@ class Engine:
         self._resident.pop(adapter, None)
 
     def step(self, now: Seconds) -> Step | None:
-        """Do one pass that starts at `now` and return its result, or None if there is no request.
+        """Do one pass that starts at `now` and return its result, or None if there is no
+        request.
         """
         decoding = dict.fromkeys(self.running)
         if self._partial is not None:

@@ -124,7 +124,8 @@ class EstimateError(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The speed and the limits of one model on one kind of GPU, as constants in seconds and tokens.
+    """The speed and the limits of one model on one kind of GPU, as constants in seconds and
+    tokens.
     """
 
     name: str
@@ -169,7 +170,8 @@ class Profile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     adapter_linear_factor: _Factor = ADAPTER_LINEAR_FACTORS[16]
     adapter_load_s: _StepTime = 0.3
     frontend_s: _StepTime = 0.010
-    """Seconds for tokenising, HTTP and output processing of a request, before the engine sees it.
+    """Seconds for tokenising, HTTP and output processing of a request, before the engine sees
+    it.
     """
     frontend_s_per_token: _TokenTime = 10e-6
     max_num_seqs: _Count = 1024

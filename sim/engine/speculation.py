@@ -36,7 +36,8 @@ class AcceptanceAt(Struct, frozen=True):
 
     context_tokens: int
     acceptance: tuple[float, ...]
-    """Share of the passes that accept the draft token at a position and all before it, by position.
+    """Share of the passes that accept the draft token at a position and all before it, by
+    position.
     """
 
 

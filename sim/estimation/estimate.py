@@ -34,7 +34,8 @@ KV_ERROR_MAX: Final = 10.0
 the cache, a larger error has no meaning.
 """
 _SEQUENCES: Final = 256
-"""Number of sequences up to which the time of the output layer is approximated by a straight line.
+"""Number of sequences up to which the time of the output layer is approximated by a straight
+line.
 """
 
 

@@ -42,7 +42,8 @@ class Gpu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     interconnect_bytes_per_s: _Positive
     """Bandwidth of each GPU to the other GPUs of its host, in one direction."""
     peer_to_peer: Literal["link", "pcie"] = "link"
-    """Connection between the GPUs of a host: `link` for NVLink or Infinity Fabric, `pcie` for PCIe.
+    """Connection between the GPUs of a host: `link` for NVLink or Infinity Fabric, `pcie` for
+    PCIe.
     """
     source: str
 

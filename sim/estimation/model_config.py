@@ -326,7 +326,8 @@ ARCHITECTURES: Final = tuple(_FAMILIES)
 
 
 class ReadConfig(Struct, frozen=True, kw_only=True):
-    """The result of reading a `config.json`: the model's shape, and keys that were not understood.
+    """The result of reading a `config.json`: the model's shape, and keys that were not
+    understood.
     """
 
     shape: ModelShape

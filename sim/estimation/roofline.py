@@ -75,7 +75,8 @@ _Share: TypeAlias = Annotated[float, Meta(gt=0.0, le=3.0)]
 
 
 class Efficiency(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The shares of a GPU's data-sheet peaks that its kernels reach, and minimum times of kernels.
+    """The shares of a GPU's data-sheet peaks that its kernels reach, and minimum times of
+    kernels.
     """
 
     linear_bandwidth: _Share
@@ -136,7 +137,8 @@ class MemoryModel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     memory.
     """
     expert_error: float
-    """Largest error of the KV-cache memory for models with experts, as a share of a GPU's memory.
+    """Largest error of the KV-cache memory for models with experts, as a share of a GPU's
+    memory.
     """
 
     def error_of(self, shape: ModelShape) -> float:
@@ -171,7 +173,8 @@ def fitted() -> Fitted:
 
 
 def kind_of(shape: ModelShape, gpu: Gpu) -> str:
-    """Return the kind of a model on a GPU, one of `KINDS`. Each kind has its own estimation errors.
+    """Return the kind of a model on a GPU, one of `KINDS`. Each kind has its own estimation
+    errors.
     """
     if shape.latent is not None:
         return "latent"
@@ -205,7 +208,8 @@ def pooled(efficiencies: Mapping[str, Efficiency], gpu: Gpu) -> Efficiency:
 
 
 class Roofline(Struct, frozen=True, kw_only=True):
-    """The times of one model on several GPUs of one kind, each of which has a share of every layer.
+    """The times of one model on several GPUs of one kind, each of which has a share of every
+    layer.
     """
 
     shape: ModelShape
@@ -306,7 +310,8 @@ class Roofline(Struct, frozen=True, kw_only=True):
 
     @property
     def pair_s(self) -> Seconds:
-        """Time in seconds of the attention of one prompt token to one earlier token, in all layers.
+        """Time in seconds of the attention of one prompt token to one earlier token, in all
+        layers.
         """
         shape = self.shape
         latent = shape.latent

@@ -16,7 +16,8 @@ _MATCHED: Final = NUMBERS.index("matched_blocks")
 
 
 def request_properties(leg: Leg) -> dict[str, Any]:
-    """Return the properties of the request that scorers use, such as its prompt length in tokens.
+    """Return the properties of the request that scorers use, such as its prompt length in
+    tokens.
     """
     request = leg.request
     return {

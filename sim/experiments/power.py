@@ -20,7 +20,8 @@ from sim.measurement.measures import six_digits
 from sim.measurement.summaries import DifferenceSummary, PowerSummary
 
 PILOTS: Final = 3
-"""Number of random configurations from which the power is estimated; their variations are averaged.
+"""Number of random configurations from which the power is estimated; their variations are
+averaged.
 """
 POWER: Final = 0.8
 """Statistical power: share of tunings that would confirm a gain of the reported size."""
@@ -102,7 +103,8 @@ def _seeds_needed(gain: float, varied: Varied) -> int | None:
     """
 
     def error(seeds: int) -> float:
-        """Return a number proportional to the smallest gain that runs with `seeds` seeds confirm.
+        """Return a number proportional to the smallest gain that runs with `seeds` seeds
+        confirm.
         """
         quantile = student_t(CONFIDENCE, _freedom(varied, seeds)) * _factor(varied, seeds)
         # More resamples do not make a recording longer.

@@ -180,7 +180,8 @@ def _write(one: Run, summary: ReplaySummary, folder: Path, decisions: Path | Non
 
 
 def summary_of(one: Run, *, complete: bool) -> ReplaySummary:
-    """Return the content of summary.json for a run. The same settings and seed give the same bytes.
+    """Return the content of summary.json for a run. The same settings and seed give the same
+    bytes.
     """
     settings = one.settings
     return ReplaySummary(

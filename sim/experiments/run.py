@@ -91,7 +91,8 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     `Measures`, which depends on the span of the arrivals.
     """
     busiest_s: Seconds | None = None
-    """Length of the busiest period that the summary reports separately, or None for no such period.
+    """Length of the busiest period that the summary reports separately, or None for no such
+    period.
     """
     check: bool = False
     """True to check the simulator's invariants after every event, which is slow."""

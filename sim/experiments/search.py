@@ -74,7 +74,8 @@ class Trial(Struct, kw_only=True):
 
 
 class Search:
-    """A search for configurations with low costs, batch by batch; `trials` has the results so far.
+    """A search for configurations with low costs, batch by batch; `trials` has the results so
+    far.
     """
 
     def __init__(self, space: Space, *, trials: int, seed: int, tolerance: float) -> None:

@@ -206,7 +206,8 @@ def _profiles(options: argparse.Namespace) -> list[Profile]:
 
 
 class Probe(Struct, frozen=True, kw_only=True):
-    """A simulation run for another process or machine, with a hash of what its result depends on.
+    """A simulation run for another process or machine, with a hash of what its result depends
+    on.
     """
 
     settings: RunSettings

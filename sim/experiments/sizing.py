@@ -245,7 +245,8 @@ class Sizing:
         `GROWTH`).
         """
         self.every: list[PodSearch] = []
-        """One search for each option in which every number of pods is run, if the task requests it.
+        """One search for each option in which every number of pods is run, if the task requests
+        it.
         """
         self.autoscaled: tuple[AutoscalerSettings, list[KeptRun]] | None = None
         self.complete = False
@@ -300,7 +301,8 @@ class Sizing:
         return max(of_counts, key=len, default=[])
 
     def found_runs(self, at: int) -> list[KeptRun]:
-        """Return the runs of the option at index `at` with its smallest sufficient number of pods.
+        """Return the runs of the option at index `at` with its smallest sufficient number of
+        pods.
         """
         pods = self.options[at].pods
         assert pods is not None

@@ -57,7 +57,8 @@ set to rendezvous.
 
 Value = float | int | str
 Values = Mapping[str, Value]
-"""Value of each dimension, by name of the dimension; for a choice, the label of the chosen value.
+"""Value of each dimension, by name of the dimension; for a choice, the label of the chosen
+value.
 """
 
 

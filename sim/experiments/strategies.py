@@ -1,4 +1,5 @@
-"""The command `sim strategies`: list routing strategies by name, or print the configuration of one.
+"""The command `sim strategies`: list routing strategies by name, or print the configuration of
+one.
 """
 
 import argparse

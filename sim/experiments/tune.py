@@ -384,7 +384,8 @@ def _guards(options: argparse.Namespace) -> tuple[Guard, ...]:
 
 
 def _guard(text: str) -> Guard | None:
-    """Parse the argument of `--guard`, for argparse. Return the guard, or None for the text "none".
+    """Parse the argument of `--guard`, for argparse. Return the guard, or None for the text
+    "none".
     """
     if text == "none":
         return None

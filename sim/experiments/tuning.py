@@ -190,7 +190,8 @@ class Tuning:
             self.power = power_of(differences, varied, requests=self._requests)
 
     def run(self) -> None:
-        """Search, choose a configuration and judge it. Raises `StoppedError` if it is interrupted.
+        """Search, choose a configuration and judge it. Raises `StoppedError` if it is
+        interrupted.
         """
         self.search.run(self._costs)
         for trial in self.search.finalists(self.present.hash):

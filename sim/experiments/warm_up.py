@@ -40,7 +40,8 @@ Above it, the difference is not attributed to chance, and the warm-up is said to
 part.
 """
 TEXTS_MAX: Final = 10_000_000
-"""Maximum number of distinct texts whose last use is stored; further texts count as new each time.
+"""Maximum number of distinct texts whose last use is stored; further texts count as new each
+time.
 """
 _SHARED: Final = "\0"
 """Value of `_Use.owner` for a text that several sessions used; no session has this name."""
@@ -145,7 +146,8 @@ def _work_of_busiest(times_s: Floats, work: Floats, length_s: Seconds) -> float:
 
 
 class _Reuse:
-    """Reuse of prompt texts in one cache of unlimited size: how long ago each text was last used.
+    """Reuse of prompt texts in one cache of unlimited size: how long ago each text was last
+    used.
     """
 
     def __init__(self, *, generated: bool) -> None:

@@ -268,7 +268,8 @@ def _open(content: Content, rate_per_s: float, burstiness: float = 1.0) -> Workl
 
 
 def _lanes(content: Content, lanes: int) -> Workload:
-    """Return a workload that sends requests endlessly and always has `lanes` of them in progress.
+    """Return a workload that sends requests endlessly and always has `lanes` of them in
+    progress.
     """
     stage = Concurrency(lanes=lanes, requests=int(_FOREVER_S))
     return Workload(content=content, load=ClosedLoad(stages=(stage,)))
@@ -404,7 +405,8 @@ _RATES_PER_S: Final = MappingProxyType(
         "bursts": 60.0,
     }
 )
-"""Request rate per second (of conversations: starts per second), by name of the standard workload.
+"""Request rate per second (of conversations: starts per second), by name of the standard
+workload.
 """
 _LANES: Final = MappingProxyType(
     {"code-generation": 16, "deep-research": 16, "rag": 30, "synthetic-data": 40, "reasoning": 40}

@@ -1,4 +1,5 @@
-"""Hashes of the code that a leaderboard run executes, so that results of other code are not reused.
+"""Hashes of the code that a leaderboard run executes, so that results of other code are not
+reused.
 """
 
 import ast

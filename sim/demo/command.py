@@ -251,7 +251,10 @@ def _parse(arguments: Sequence[str] | None) -> Options:
         help="seconds during which conversations arrive, in each arm",
     )
     parser.add_argument(
-        "--turns-max", type=int, default=default.turns_max, help="turns of the longest conversation"
+        "--turns-max",
+        type=int,
+        default=default.turns_max,
+        help="maximum number of turns in a conversation",
     )
     given = parser.parse_args(arguments)
     if not 0 < given.seconds <= 3600:

@@ -48,15 +48,21 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "trace", metavar="TRACE", help="a trace, or the directory of a live capture"
     )
     add = parser.add_argument_group("Gateway").add_argument
-    add("--url", type=_url, required=True, metavar="URL", help="gateway, http:// or https://")
+    add(
+        "--url",
+        type=_url,
+        required=True,
+        metavar="URL",
+        help="URL of the gateway, with http:// or https://",
+    )
     add("--model", action="append", type=_model, default=[], metavar="[TRACED=]NAME",
         help="request model NAME instead of the trace's models, or instead of TRACED only")  # fmt: skip
     add("--unlisted-models", action="store_true",
         help="do not check first whether the gateway serves the models")  # fmt: skip
     add("--header", action="append", type=_header, default=[], metavar="NAME:VALUE",
-        help="header of every request; never written to a report")  # fmt: skip
+        help="header to add to every request; never written to a report")  # fmt: skip
     add("--header-file", type=Path, metavar="FILE",
-        help="file with headers of every request, one a line; use it for API keys")  # fmt: skip
+        help="file with headers to add to every request, one a line; use it for API keys")  # fmt: skip
     add("--pod-header", default="x-homing-endpoint", metavar="NAME",
         help="response header that names the pod (default: x-homing-endpoint)")  # fmt: skip
     add = parser.add_argument_group("Load").add_argument
@@ -77,7 +83,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--beside",
         type=Path,
         metavar="DIR",
-        help="results of `sim replay --out`, shown beside the measured ones",
+        help="folder that `sim replay --out` wrote; its figures are shown beside the measured ones",
     )
     add("--seed", type=int, default=1, help="seed of a generated workload (default: 1)")
     add_reading_flags(parser, "--trace-format")

@@ -150,7 +150,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         allow_abbrev=False,
     )
     parser.add_argument(
-        "points", type=Path, metavar="POINTS.toml", help="file with the measured points, as above"
+        "points",
+        type=Path,
+        metavar="POINTS.toml",
+        help="file with the measured points (TTFT and inter-token latency)",
     )
     parser.add_argument(
         "--out",

@@ -62,7 +62,12 @@ def _add_estimate(kinds: _Commands) -> None:
     required = parser.add_argument_group("required").add_argument
     required("--config", type=Path, required=True, metavar="FILE", help="config.json of the model, "
         "or the folder that contains it")  # fmt: skip
-    required("--gpu", required=True, metavar="NAME", help=f"one of {', '.join(gpus())}")
+    required(
+        "--gpu",
+        required=True,
+        metavar="NAME",
+        help=f"GPU to estimate for: one of {', '.join(gpus())}",
+    )
     engine = parser.add_argument_group("engine, with the flags of vllm serve").add_argument
     engine("--tp", type=_degree, default=1, metavar="N", help="GPUs that share every layer: "
         "--tensor-parallel-size (default 1)")  # fmt: skip

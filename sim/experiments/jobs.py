@@ -271,7 +271,8 @@ def add_experiment_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("Runs").add_argument
     add("--seeds", type=count_of_runs, default=5, metavar="K",
         help="number of runs of each configuration, each with other traffic (default: 5)")  # fmt: skip
-    add("--seed", type=int, default=1, help="first seed (default: 1)")
+    add("--seed", type=int, default=1, help="seed of the first run of each configuration; the next runs use the next numbers "
+        "(default: 1)")  # fmt: skip
     cores = len(os.sched_getaffinity(0))
     add("--workers", type=count_of_runs, default=cores, metavar="N",
         help=f"number of processes (default: all {cores} cores)")  # fmt: skip

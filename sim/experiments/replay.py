@@ -53,13 +53,18 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         allow_abbrev=False,
     )
     add = parser.add_argument_group("Configuration and records").add_argument
-    add("--config", metavar="FILE|NAME", help=f"{POLICY_HELP} ({DEFAULT_POLICY})")
+    add(
+        "--config",
+        metavar="FILE|NAME",
+        help=f"configuration: {POLICY_HELP} (default: {DEFAULT_POLICY})",
+    )
     add("--seed", type=int, default=1, help="seed of all random draws (default: 1)")
     add(
         "--decisions",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help=f"write every decision, which takes time (default: below {DECISIONS_BELOW:,} requests)",
+        help="write every routing decision to decisions.jsonl, which takes time (default: if there are "
+        f"fewer than {DECISIONS_BELOW:,} requests)",
     )
     add(
         "--inputs",

@@ -36,14 +36,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         action="append",
         required=True,
         metavar="FILE|NAME",
-        help=run_options.POLICY_HELP,
+        help="configuration; repeat to compare. " + run_options.POLICY_HELP,
     )
     add(
         "--rates",
         type=_rates,
         required=True,
         metavar="R,R,...",
-        help="requests per second; the trace's arrivals are moved closer or further apart",
+        help="request rates to run, in requests per second; the trace is replayed faster or slower",
     )
     run_options.add_run_options(parser)
     add_experiment_options(parser)

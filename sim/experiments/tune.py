@@ -86,7 +86,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--space",
         type=Path,
         metavar="FILE.toml",
-        help="file with further dimensions, or others instead of the default ones (weights, and numbers with bounds)",
+        help="file with dimensions to vary in addition to the default ones (weights, and numbers with "
+        "bounds), or instead of them",
     )
     add(
         "--objective",

@@ -75,16 +75,17 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help=f"names of sim strategies, or files with EndpointPickerConfigs; {_ALL} for all names "
         f"(default: {_ALL}; with --size full the {len(LEADING)} leading ones)")  # fmt: skip
     add("--cases", type=_names, metavar="A,B,...",
-        help=f"names of cases, or {_ALL} (default: {_ALL}; with --trace none)")  # fmt: skip
+        help=f"names of cases to run, or {_ALL} (default: {_ALL}, or no named case if --trace is given)")  # fmt: skip
     add("--list", action="store_true", help="list the strategies and cases, and exit")
     add("--trace", action="append", type=Path, default=[], metavar="FILE",
         help="trace to add as a case, on four pods of the default profile; repeatable")  # fmt: skip
-    add("--size", choices=SIZES, default="small", help="requests of a cell: "
+    add("--size", choices=SIZES, default="small", help="number of requests in each run: "
         + ", ".join(f"{name} {count:,}" for name, count in SIZES.items()) + " (default: small)")  # fmt: skip
-    add("--requests", type=_requests, metavar="N", help="requests of a cell, instead of --size")
+    add("--requests", type=_requests, metavar="N",
+        help="number of requests in each run, instead of --size")  # fmt: skip
     add("--seeds", type=count_of_runs, default=3, metavar="K",
         help="number of seeds, each with its own traffic and random choices (default: 3)")  # fmt: skip
-    add("--seed", type=int, default=1, help="first seed (default: 1)")
+    add("--seed", type=int, default=1, help="first of the --seeds seeds (default: 1)")
     cores = len(os.sched_getaffinity(0))
     add = parser.add_argument_group("Execution and output").add_argument
     add("--executor", default=LOCAL, metavar="WHERE",
@@ -97,7 +98,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="DIR",
         help="write the results to DIR, and reuse the cells there",
     )
-    add("--force", action="store_true", help="run the cells that are in DIR again")
+    add("--force", action="store_true", help="run all cells again, even those with results in DIR")
     parser.set_defaults(run=run)
 
 

@@ -42,7 +42,7 @@ OfRuns = TypeVar("OfRuns", bound=Summary)
 
 
 class JobError(Exception):
-    """A run failed; the message is one sentence."""
+    """A simulation run, or another job of `Workers`, failed; the message is one sentence."""
 
 
 class Workers(Protocol):
@@ -153,7 +153,7 @@ class Crew:
             process.close()
 
     def stop(self) -> None:
-        """Kill the processes, and thus end the iterator that `outcomes` returned."""
+        """Kill the worker processes, and thus end the iterator that `outcomes` returned."""
         self._stopped = True
         for process in self._members.values():
             process.kill()

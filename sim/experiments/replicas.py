@@ -66,12 +66,16 @@ class Arm(Struct, frozen=True, kw_only=True):
 
     @property
     def policy(self) -> PolicySource:
-        """Default configuration; if pickers share nothing, with `peerBelief` 0."""
+        """Policy of the row: the default configuration; if pickers share nothing, with `peerBelief`
+        0.
+        """
         text = _WITHOUT if self.sharing == NOTHING else DEFAULT_CONFIG
         return PolicySource(name=DEFAULT_POLICY, text=text, source=DEFAULT_SOURCE)
 
     def cluster(self, kind: PodKind) -> ClusterSettings:
-        """Return the settings of `PODS` pods of this kind and of the row's pickers."""
+        """Return the cluster settings of the row: `PODS` pods of this kind and the row's
+        pickers.
+        """
         return ClusterSettings(
             pods=(kind,) * PODS,
             replicas=self.replicas,
@@ -222,7 +226,9 @@ def replicas_experiment(
 def _by_cell(
     cells: Sequence[tuple[Traffic, Arm]], results: Results
 ) -> Mapping[tuple[Traffic, Arm], list[Result]]:
-    """Return the completed runs by workload and row of the table, in the order of the table."""
+    """Return the completed runs by workload and row of the table of `sim replicas`, in its
+    order.
+    """
     found: dict[tuple[Traffic, Arm], list[Result]] = {}
     for number, cell in enumerate(cells):
         if number in results:
@@ -248,8 +254,8 @@ def _range(values: Sequence[float]) -> Range:
 
 
 def _rows(summary: ReplicasSummary) -> list[list[str]]:
-    """Return the lines of the printed table, with means over seeds. The hit rate also has its
-    minimum and maximum over seeds.
+    """Return the lines of the table of `sim replicas`, with means over seeds. The hit rate also has
+    its minimum and maximum over seeds.
     """
     head = (
         "workload, pickers, sharing, requests reach pickers, hit rate, of one picker's, TTFT mean, "

@@ -63,7 +63,7 @@ class RequestTable:
         self._rows: list[tuple[Any, ...]] = []
 
     def add(self, request: SimulatedRequest) -> None:
-        """Append the row of a request that has ended."""
+        """Append the row of a request that has ended to the table."""
         arrival, engine = request.arrival, request.engine
         assert request.fate is not None
         assert request.ended_at is not None
@@ -89,7 +89,7 @@ class RequestTable:
             self._flush()
 
     def close(self) -> None:
-        """Write the remaining rows and close the file, which is readable from then on."""
+        """Write the remaining rows and close the Parquet file, which is readable from then on."""
         self._flush()
         self._writer.close()
 

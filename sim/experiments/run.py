@@ -80,19 +80,19 @@ class RunSettings(Struct, frozen=True, kw_only=True):
     simulator computes from the trace.
     """
     fault_gap_s: Seconds | None = None
-    """Mean time between two random faults of pods, or None for no faults."""
+    """Mean time in seconds between two random faults of pods, or None for no faults."""
     scenario: Scenario | None = None
     """Scenario with events at given times, or None. The scenario's pods and scrape troubles must
     already be in `cluster`.
     """
     targets: Targets = field(default_factory=Targets)
     warm_up_s: Seconds | None = None
-    """Time at the start of the run that is excluded from all figures. None for the default of
-    `Measures`, which depends on the span of the arrivals.
+    """Time in seconds at the start of the run that is excluded from all figures. None for the
+    default of `Measures`, which depends on the span of the arrivals.
     """
     busiest_s: Seconds | None = None
-    """Length of the busiest period that the summary reports separately, or None for no such
-    period.
+    """Length in seconds of the busiest period, which the summary reports separately. None for no
+    such period.
     """
     check: bool = False
     """True to check the simulator's invariants after every event, which is slow."""

@@ -57,9 +57,9 @@ class Trial(Struct, kw_only=True):
     values: dict[str, Value]
     policy: PolicySource
     hash: str = ""
-    """Hash of the configuration, or "" if it is invalid."""
+    """Hash of the trial's configuration, or "" if the configuration is invalid."""
     refused: str = ""
-    """Reason why the configuration is invalid, or ""."""
+    """Reason why the trial's configuration is invalid, or "" if it is valid."""
     costs: list[Costs] = []
     """Costs in each objective, on each rung that the trial reached."""
     cost: float = math.inf
@@ -174,7 +174,7 @@ def one_cost(costs: Costs, tolerance: float) -> float:
 
 def pareto(trials: Sequence[Trial]) -> list[Trial]:
     """Return the trials on the Pareto front, ordered by the cost in the first objective. A trial is
-    on the front if no other has lower or equal costs in both objectives.
+    on the front if no other trial is better in one objective and no worse in the other.
     """
     ordered = sorted(trials, key=lambda one: (one.costs[-1], one.number))
     front: list[Trial] = []

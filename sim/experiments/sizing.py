@@ -128,8 +128,8 @@ class PodSearch:
 
     @property
     def known(self) -> dict[int, bool]:
-        """Whether a number of pods is sufficient, by number of pods, for all numbers whose runs
-        decide it.
+        """Verdict by number of pods, for all numbers whose runs decide it: True if the number is
+        sufficient.
         """
         decided = ((pods, self.verdict(pods)) for pods in self.runs)
         return {pods: verdict for pods, verdict in decided if verdict is not None}

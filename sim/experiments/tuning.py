@@ -66,7 +66,7 @@ class Guard(Struct, frozen=True, kw_only=True):
     """A measure that is not an objective of the tuning but may not become worse."""
 
     measure: str
-    """Name of the measure in `figures_of`."""
+    """Name of the guarded measure, a key of `figures_of`."""
     allowed: float = 0.0
     """Share of the present figure by which the measure may become worse, even if the loss is
     significant.
@@ -227,8 +227,8 @@ class Tuning:
         return [self._cost_of(one, present) for one in others]
 
     def _cost_of(self, run: KeptRun, present: KeptRun) -> Costs:
-        """Return the cost of a run in each objective, compared with the run of the present
-        configuration. Lost requests or a broken guard cancel gains and add to each cost.
+        """Return the cost of `run` in each objective, compared with `present`, the run of the
+        present configuration. Lost requests or a broken guard cancel gains and add to each cost.
         """
         after, before = figures_of(run), figures_of(present)
         costs = [_cost(measure, after[measure], before[measure]) for measure in self.measures]

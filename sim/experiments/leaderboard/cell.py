@@ -126,7 +126,7 @@ class _Drawn(Struct, frozen=True):
 
     trace: HeldTrace
     span_s: Seconds
-    """Time of the last arrival, in seconds after the start."""
+    """Time of the last arrival in the generated traffic, in seconds after its start."""
 
 
 @lru_cache(maxsize=1)

@@ -291,14 +291,16 @@ def _case_summary(case: Case) -> CaseSummary:
 
 
 def _ladder_summary(ladder: Ladder, there: set[str]) -> LadderSummary:
-    """Return the summary of a ladder, restricted to the cases in `there`."""
+    """Return a ladder's entry in the leaderboard's summary, restricted to the cases in `there`. A
+    ladder is a group of cases that differ in one number.
+    """
     steps = [(number, case) for number, case in ladder.steps if case in there]
     return LadderSummary(title=ladder.title, unit=ladder.unit, steps=steps)
 
 
 def _strategy_summary(policy: PolicySource) -> StrategySummary:
-    """Return the summary of a strategy. Its description is omitted if `policy` is another
-    configuration with the name of a built-in strategy.
+    """Return a strategy's entry in the leaderboard's summary. Its description is omitted if
+    `policy` is another configuration with the name of a built-in strategy.
     """
     strategy = strategies().get(policy.name)
     known = strategy is not None and strategy.config == policy.text

@@ -21,7 +21,7 @@ class Runs(Struct, frozen=True, kw_only=True):
     strategy: str
     by_seed: Mapping[int, CellResult]
     failed: bool = False
-    """True if at least one of its seeds failed."""
+    """True if a run of the strategy failed with at least one of the seeds."""
 
 
 def case_rows(case: str, runs: Sequence[Runs], first_seed: int) -> list[StandingSummary]:

@@ -61,14 +61,14 @@ class AutoscalerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_field
     tolerance: Share = 0.1
     stabilization_s: Annotated[float, Meta(ge=0.0, le=3_600.0)] = 300.0
     startup_s: Duration = 30.0
-    """Time from the decision to start a pod until the pod serves."""
+    """Time in seconds from the decision to start a pod until the pod serves."""
     grace_s: Duration = 30.0
-    """Maximum time for which a surplus pod may finish its requests before it ends."""
+    """Maximum time in seconds for which a surplus pod may finish its requests before it ends."""
 
     def __post_init__(self) -> None:
         if self.pods_min > self.pods_max:
             raise ValueError(
-                f"expected pods_max from pods_min, {self.pods_min}, on, got {self.pods_max}"
+                f"expected pods_max of at least pods_min, {self.pods_min}, got {self.pods_max}"
             )
 
     def scales(self, kind: PodKind) -> bool:

@@ -140,8 +140,8 @@ def check_incidents(incidents: Sequence[Incident], *, pods: int) -> None:
         for before, after in pairwise(sorted(of_one)):
             if after[0] < before[1]:
                 raise ClusterSettingsError(
-                    f"{kind_of.__name__.lower()} at {after[0]:g} s: expected the previous one of "
-                    f"pod {number} to have ended, got {before[1]:g} s as its end"
+                    f"{kind_of.__name__.lower()} at {after[0]:g} s: expected a start after the "
+                    f"previous event of this kind for pod {number}, which ends at {before[1]:g} s"
                 )
 
 

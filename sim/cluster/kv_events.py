@@ -63,7 +63,7 @@ class _Source:
         self._random = random
         self._connects_at = connects_at
         self._next = 0
-        """Number of the frame that arrives next."""
+        """Number of the frame of KV-cache events that the subscription receives next."""
         self._replay: tuple[Seconds, int] | None = None
         """Time when the requested replay arrives, and the number of its first frame; None if no
         replay is requested.

@@ -55,14 +55,14 @@ class Pickers:
         self.policies = [self._open(at) for at in range(settings.replicas)]
         self._lines = [self._line(replica) for replica in range(settings.replicas)]
         self._looking = [False] * settings.replicas
-        """For each picker, True while its waiting line is checked at every scrape interval because
-        requests wait.
+        """Flag of each picker: True while its waiting line is checked at every scrape interval
+        because requests wait.
         """
         self.assigner = Assigner(settings.assignment, settings.replicas, seed)
         """Chooser of a running picker for each request."""
         self.peering = Peering(loop, settings.peers, replicas=settings.replicas, seed=seed)
         self._scrapers: list[dict[str, Scraper]] = [{} for _ in self.policies]
-        """For each picker, its scrapers of pods, by id of the endpoint."""
+        """Scrapers of pods by id of the endpoint, one dictionary for each picker."""
         self._listeners = [self._listener(replica) for replica in range(settings.replicas)]
         self._resting = False
         """True while pickers neither scrape nor send to peers, until `wake` is called."""

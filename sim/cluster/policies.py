@@ -356,7 +356,7 @@ class PolicySource(Struct, frozen=True, kw_only=True):
     extension.
     """
     text: str = ""
-    """Text of an `EndpointPickerConfig`; "" for a baseline."""
+    """Text of the policy's `EndpointPickerConfig`; "" for a baseline."""
     source: str = ""
     """File or built-in name from which the text was read, for messages."""
 

@@ -63,8 +63,8 @@ class Absence(Struct, frozen=True):
 
     A period that begins at 0 means that the picker joins late. The new process begins without any
     state. It scrapes pods from `from_s` on, and receives requests from `to_s` on or when it has a
-    snapshot from its peers. In between, other pickers receive the requests; without others, the
-    gateway refuses them. Pods finish the answers in progress.
+    snapshot from its peers. In between, other pickers receive the requests; without others, they
+    fail. Pods finish the answers in progress.
     """
 
     replica: int
@@ -114,8 +114,9 @@ class ClusterSettings(Struct, frozen=True, kw_only=True):
     """Mean patience in seconds of the clients in `abort_share`; it is exponentially distributed."""
     clients: ClientSettings = ClientSettings()
     believed_prefill_tokens_per_s: float | None = None
-    """Prefill speed that pickers assume for every pod if their configuration does not set it. None
-    for the default of `prefill_tokens_per_s`.
+    """Prefill speed in tokens per second that pickers assume for every pod if their configuration
+    does not set it. None for the pods' real speed, or the default of `epp serve` if pods differ in
+    speed.
     """
     tokenize: TokenizeSettings | None = None
     """Settings of a renderer for whose tokens requests wait before they are placed, or None if

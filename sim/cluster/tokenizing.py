@@ -14,7 +14,9 @@ from sim.cluster.loop import Loop
 
 
 class TokenizeSettings(Struct, frozen=True, kw_only=True):
-    """How long a renderer takes to tokenise a prompt, and how long a picker waits for it."""
+    """Settings of a simulated renderer: the time that it takes to tokenise a prompt, and the time
+    that a picker waits for it.
+    """
 
     seconds_per_token: Seconds
     timeout_s: Seconds = 0.02

@@ -20,8 +20,8 @@ class StreamError(ClientError):
 
 
 class Streamed(Struct, kw_only=True):
-    """What a client has received of one streamed answer. `ask` fills it during the stream, so that
-    it has the first part of an answer that breaks off.
+    """The part of one streamed answer that a client has received. `ask` fills it during the stream,
+    so that it has the first part of an answer that breaks off.
     """
 
     status: int = 0

@@ -368,7 +368,7 @@ def _refusing_ages(arrivals: Iterable[Arrival], settings: RunSettings) -> Iterat
                 settings.trace,
                 0,
                 f"request {arrival.index}",
-                f"Expected it at most {SPAN_S_MAX / 86_400:.0f} days after the first, got "
+                f"Expected an arrival at most {SPAN_S_MAX / 86_400:.0f} days after the first request, got "
                 f"{wait_s / 86_400:,.0f} days (--speed {settings.speed:g})",
             )
         yield arrival

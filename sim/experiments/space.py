@@ -63,7 +63,7 @@ value.
 
 
 class SpaceError(ValueError):
-    """Nothing in the configuration can vary, or the file of `--space` is invalid; the message is
+    """The configuration has nothing to vary, or the file of `--space` is invalid; the message is
     one sentence.
     """
 

@@ -322,7 +322,9 @@ def _strategies(wanted: tuple[str, ...] | None, size: str) -> tuple[str, ...]:
     if wanted is not None and wanted != (_ALL,):
         return wanted
     if not rivals_installed():
-        raise PolicyNameError(f"a board is of all strategies, and {RIVALS_MISSING}")
+        raise PolicyNameError(
+            f"a leaderboard without --strategies needs all of them, and {RIVALS_MISSING}"
+        )
     if wanted is None and size == "full":
         return LEADING
     return tuple(name for name in built_in() if name != DEFAULT_POLICY)
@@ -347,7 +349,7 @@ def _list() -> str:
 def _names(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not names:
-        raise argparse.ArgumentTypeError(f"{text!r} names nothing")
+        raise argparse.ArgumentTypeError(f"expected names separated by commas, got {text!r}")
     return names
 
 

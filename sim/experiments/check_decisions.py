@@ -1,4 +1,6 @@
-"""The command `sim replay CAPTURE --check-decisions`: repeat a live picker's decisions and compare."""
+"""The command `sim replay CAPTURE --check-decisions`: compute each decision of a live picker's
+capture again and compare it with the recorded one.
+"""
 
 import argparse
 from pathlib import Path
@@ -15,7 +17,7 @@ from sim.traces.arrival import TraceError
 
 
 def check_decisions(options: argparse.Namespace) -> int:
-    """Run the command and return 0, whatever the differences.
+    """Run `sim replay --check-decisions` and return exit code 0, even if decisions differ.
 
     Raises errors that `sim` prints.
     """

@@ -1,4 +1,6 @@
-"""Effects that the simulator does not model, and constants that come from one set-up only."""
+"""Effects that the simulator does not model, and constants of the model that were measured on one
+set-up only.
+"""
 
 from collections.abc import Iterable
 from typing import Final
@@ -38,18 +40,19 @@ NOT_MODELLED: Final = (
     "The tokenizer: the picker's token estimate from bytes is exact in the simulator, but not in production.",
     "Stopping early: an answer is as long as the trace specifies, regardless of the limit that its client sent.",
 )
-"""Effects that are not modelled, one text each; reports list them."""
+"""Effects that the simulator does not model, one text each; reports list them."""
 
 
 class Assumption(Struct, frozen=True, kw_only=True):
-    """A constant of `Profile` that was measured or assumed for one set-up. A profile can set
-    another value.
+    """A constant of an engine `Profile` that was measured or assumed for one set-up.
+
+    A profile file can set another value.
     """
 
     field: str
     says: str
     factor: float
-    """Factor that converts the field's unit to the unit of the range."""
+    """Factor that converts the unit of the profile's field to `unit`, the unit of `low` and `high`."""
     unit: str
     low: float
     high: float
@@ -118,7 +121,7 @@ ASSUMED: Final = (
 
 
 def assumptions_of(profiles: Iterable[Profile]) -> list[AssumptionSummary]:
-    """Return a summary of each constant, with its value in every profile of the run."""
+    """Return a summary of each assumed constant, with its value in each of `profiles`."""
     known = {profile.name: profile for profile in profiles}
     return [
         AssumptionSummary(

@@ -88,8 +88,7 @@ class Window(Struct, frozen=True, kw_only=True):
     """
 
     warm_up_s: Seconds
-    """Length of the warm-up in seconds. Requests that arrive in it count only in the numbers of
-    requests by fate and in the loads of pods.
+    """Length of the warm-up in seconds. Latencies, hits and goodput exclude the requests that arrive in it.
     """
     start_s: Seconds
     end_s: Seconds

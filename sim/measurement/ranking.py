@@ -114,9 +114,7 @@ def is_level(row: StandingSummary, measure: str) -> bool:
 
 
 def is_behind(row: StandingSummary, measure: str) -> bool:
-    """Return whether a strategy is behind the best in a case: its confidence interval excludes the
-    best, and its ratio to the best is above `BEHIND`.
-    """
+    """Return whether a strategy is behind the best in a case: it is not level with the best (`is_level`), and its ratio to the best is above `BEHIND`."""
     behind = row.behind.get(measure)
     if behind is None or behind.times is None or is_level(row, measure):
         return False

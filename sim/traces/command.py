@@ -110,7 +110,7 @@ def _add_generate(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--rate",
         type=_rate,
         metavar="R",
-        help="arrival rate in sessions a second (requests, if the workload has no sessions); replaces the "
+        help="arrival rate in sessions or requests a second, depending on the workload; replaces the "
         "workload's own rates",
     )
     add(
@@ -123,7 +123,7 @@ def _add_generate(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--duration",
         type=_rate,
         metavar="S",
-        help="duration of the traffic of --rate in seconds (default: 300)",
+        help="duration of the traffic of --rate in seconds (default: 300, or until --requests is reached)",
     )
     add("--steady", action="store_true", help="generate constant traffic: sessions are already "
         "running at the start, and no request arrives after the end; needs a workload with one rate, or --rate")  # fmt: skip

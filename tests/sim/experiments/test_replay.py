@@ -289,8 +289,14 @@ LINE = {
             {"outcome": "failed"},
             "was routed to pod-1, which could not serve it. The picker expected 192",
         ),
-        ({"outcome": "aborted"}, "was routed to pod-1, and its client left before the end."),
-        ({"outcome": "aborted", "time_s": None, "endpoint": None, "candidates": []}, "client left"),
+        (
+            {"outcome": "aborted"},
+            "was routed to pod-1, and its client disconnected before the end.",
+        ),
+        (
+            {"outcome": "aborted", "time_s": None, "endpoint": None, "candidates": []},
+            "client disconnected",
+        ),
         (
             {"outcome": "failed", "time_s": None, "endpoint": None, "candidates": []},
             "no picker was running",

@@ -67,9 +67,9 @@ ASSUMED: Final = (
         unit="ms",
         low=5,
         high=20,
-        source="together with the next row, the time that unqueued requests of the llm-d guide "
-        "optimized-baseline take beyond their prefill: 55 to 85 ms at 7,200 tokens; the division "
-        "between the rows is an assumption",
+        source="requests of the llm-d guide optimized-baseline that do not queue take 55 to 85 ms at "
+        "7,200 tokens beyond their prefill; the division of this time into one part per request and "
+        "one per prompt token is an assumption",
     ),
     Assumption(
         field="frontend_s_per_token",
@@ -78,7 +78,7 @@ ASSUMED: Final = (
         unit="µs",
         low=5,
         high=11,
-        source="as above",
+        source="as for frontend_s",
     ),
     Assumption(
         field="shared_context_factor",

@@ -114,7 +114,10 @@ def is_level(row: StandingSummary, measure: str) -> bool:
 
 
 def is_behind(row: StandingSummary, measure: str) -> bool:
-    """Return whether a strategy is behind the best in a case: it is not level with the best (`is_level`), and its ratio to the best is above `BEHIND`."""
+    """Return whether a strategy is behind the best in a case.
+
+    It is not level with the best (`is_level`), and its ratio to the best is above `BEHIND`.
+    """
     behind = row.behind.get(measure)
     if behind is None or behind.times is None or is_level(row, measure):
         return False

@@ -98,7 +98,9 @@ TYPES: Final[Mapping[str, str]] = {
     "vllmhttp-parser": "Reads paths that end in `inference/v1/generate`, whose prompts are token ids.",
     "passthrough-parser": "Forwards all other requests unread and routes them by load.",
 }
-"""Descriptions of types whose class has a docstring for programmers, or too short a one."""
+"""Descriptions of configuration types whose class has a docstring for programmers, or one that is
+too short.
+"""
 
 PARAMETERS: Final[Mapping[str, str]] = {
     "defaultEngine": "Engine of an endpoint that has no label and whose page does not show it.",
@@ -131,14 +133,16 @@ PARAMETERS: Final[Mapping[str, str]] = {
     "allowsNoLabel": "Whether the filter keeps an endpoint without the label.",
     "vllm": "[The renderer](tokens.md#the-renderer).",
 }
-"""Meanings of parameters that neither the class nor a docstring below the field explains."""
+"""Meanings of configuration parameters that neither their class nor a docstring below the field
+explains.
+"""
 _PART: Final = re.compile(
     r"(<!-- begin (?P<name>[\w-]+) -->\n).*?(<!-- end (?P=name) -->)", re.DOTALL
 )
 
 
 def main() -> int:
-    """Write every page whose generated parts changed, and print its name."""
+    """Write every page whose generated parts changed, and print its name. Return the exit code."""
     for page in (FOLDER.parent / "README.md", *sorted(FOLDER.glob("*.md"))):
         before = page.read_text(encoding="utf-8")
         after = refreshed(before)
@@ -149,7 +153,7 @@ def main() -> int:
 
 
 def refreshed(page: str) -> str:
-    """Return `page` with its generated parts updated."""
+    """Return the text of a page with its generated parts updated."""
     parts: dict[str, Callable[[], str]] = {
         "cluster-rows": _cluster_rows,
         "filters": lambda: _plugins(FILTERS, what_it_reads),
@@ -235,7 +239,7 @@ def _families() -> str:
 
 
 def _family(family: ModuleType) -> str:
-    """Return the text of a family's module, and its plugins."""
+    """Return the documentation of a family of strategies: its module's docstring, and its plug-ins."""
     head, _, rest = _unwrapped(inspect.cleandoc(family.__doc__ or "")).partition("\n\n")
     names = ", ".join(f"`{strategy.name}`" for strategy in family.STRATEGIES)
     parts = [f"## {family.__name__.rpartition('.')[2].replace('_', ' ').capitalize()}", head]
@@ -266,7 +270,7 @@ def _plugin(name: str, kind: type[Any], reads: str) -> str:
 
 
 def _parameters(kind: type[Any]) -> str:
-    """Return the table of parameters of a struct that belongs to a parameter."""
+    """Return the table of the members of a nested parameter, whose type is the struct `kind`."""
     return _table(("parameter", "type", "default", "meaning"), _rows(kind, _fields(kind)))
 
 
@@ -292,13 +296,15 @@ def _fields(kind: type[Any]) -> tuple[Field, ...]:
 
 
 def _prose(kind: type[Any]) -> str:
-    """Return the docstring, with parameters written as in a document."""
+    """Return the docstring of a plug-in's class, with parameters spelt as in a configuration
+    document.
+    """
     text = re.sub(r"\A`[\w-]+`: ", "", inspect.cleandoc(kind.__doc__ or ""))
     return _unwrapped(_spelt(text[:1].upper() + text[1:], _fields(kind)))
 
 
 def _unwrapped(text: str) -> str:
-    """Return `text` with each paragraph, and each item of a list, on one line."""
+    """Return `text` with each paragraph, and each item of a list, joined to one line."""
     return re.sub(r"(?<=\S)\n(?! *[-*] |\n| {4}) *(?=\S)", " ", text)
 
 
@@ -310,7 +316,9 @@ def _spelt(text: str, fields: Sequence[Field]) -> str:
 
 @cache
 def _sentences(kind: type[Any]) -> dict[str, str]:
-    """Return the docstring below each field, in one line, including fields of base classes."""
+    """Return the docstring below each field of a class, joined to one line, including fields of
+    base classes.
+    """
     found: dict[str, str] = {}
     for one in reversed(kind.__mro__):
         if one.__module__.startswith(("epp.", "sim.", "homing_rivals.")):
@@ -408,7 +416,7 @@ def _feature_gates() -> str:
 
 
 def _cluster_rows() -> str:
-    """Return the table of the last run in a cluster, from docs/cluster.json."""
+    """Return the table of the last test run in a cluster, from docs/cluster.json."""
     rows = json.loads((FOLDER / "cluster.json").read_text(encoding="utf-8"))
     head = ("gateway", "what was done", "requests", "lost", "streams", "cut", "p99, ms")
     return _table(
@@ -448,7 +456,7 @@ def _labels(spec: MetricSpec) -> str:
 
 
 def _flags(kind: type[msgspec.Struct]) -> str:
-    """The text of --help without its first line."""
+    """Return the text of a command's `--help` without its first line, as a code block."""
     text = help_text("", kind).partition("\n")[2].strip("\n")
     return f"```text\n{text}\n```"
 

@@ -365,7 +365,7 @@ def test_a_rolling_restart_of_all_pods_under_load(trace, tmp_path):
     again, _ = replayed(trace, tmp_path / "again", "--scenario", crashing)
     assert again["requests"]["complete"] == 6_000
     assert again["retries"] >= crashed["requests"]["failed"] * 0.5
-    assert "| sent again |" in (tmp_path / "again" / "report.md").read_text()
+    assert "| requests sent again |" in (tmp_path / "again" / "report.md").read_text()
     calm, _ = replayed(trace, tmp_path / "calm", "--pods", "4")
     assert drained["hit_rate"] < calm["hit_rate"]
 

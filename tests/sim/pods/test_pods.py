@@ -372,7 +372,7 @@ async def test_ports_beyond_the_last_are_one_sentence():
     async with sim_serve("--port", "65535", "--pods", "2") as process:
         _, stderr = await process.communicate()
         assert process.returncode == 1
-    assert stderr.decode() == "sim: 2 pods from port 65535 need ports above 65535.\n"
+    assert stderr.decode() == "sim: 2 ports from port 65535 on would exceed port 65535.\n"
 
 
 @pytest.mark.parametrize(

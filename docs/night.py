@@ -95,7 +95,8 @@ class Night:
         missing = [text for text in expected if text not in told]
         if missing or took_s > ANSWER_S_MAX:
             raise SystemExit(f"`{command}` took {took_s:.1f} s, without {missing}:\n{told}")
-        self.walk.say(f"It took {took_s:.1f} s.")
+        program = " ".join(command.split()[:2])
+        self.walk.say(f"`{program}` took {took_s:.1f} s.")
         return told
 
     async def configure(self, text: str) -> None:
@@ -223,8 +224,8 @@ async def which_pod(night: Night) -> None:
         await night.say(
             "## Which pod, and since when?",
             "",
-            f"Some clients get a 500. (At {began} pod-{port} began to answer every request with one, within 17 ms, "
-            "its metrics page idle and healthy.)",
+            f"Some clients get a 500. (At {began} pod-{port} began to answer every request with a 500, within 17 ms, "
+            "while its metrics page looked idle and healthy.)",
         )
         await night.answers("epp top --once --url $PICKERS", f"pod-{port} ejected since")
 
@@ -271,7 +272,7 @@ async def doubled_by_a_pod(night: Night) -> None:
         await night.say(
             f"## Why did the TTFT double at {began}?",
             "",
-            f"First cause: a pod became {CRAWL:.0f} times as slow, like a pod whose GPU is throttled. (It is pod-{port}.)",
+            f"First cause: a pod became {CRAWL:.0f} times as slow, like a pod whose GPU is throttled. (The slow pod is pod-{port}.)",
         )
         await night.answers(
             f"epp changes --dir $DECISIONS --at {began} --window {night.stretch_s:.0f}s",
@@ -335,17 +336,17 @@ async def _night(folder: Path, out: Path) -> None:
             "# Three in the morning",
             "",
             "One command answers each of five questions about a pool in trouble.",
-            "The page is for operators: find your question and type the command below it.",
+            "This page is for operators: find your question among the headings and type the command of its section.",
             "",
-            "Pickers, Envoy, HTTP and time are real; the five pods are simulated. "
+            "On this page, pickers, Envoy, HTTP and time are real; the five pods are simulated. "
             f"Two replicas of the picker share {ORDINARY.rate_per_s:.0f} requests a second under the default configuration.",
             "`make night` writes this page from the output of the commands. "
-            "Each fault is first proven at the broken part; "
-            "no page is written if a fault has no effect, or if a command does not name the culprit.",
+            "It first verifies the effect of each fault at the broken part, "
+            "and writes no page if a fault has no effect, or if a command does not name the culprit.",
         )
         await night.say(
-            "The commands run in the picker's own pod in a cluster: [how](operate.md#where-commands-run). "
-            "`$PICKERS` contains the addresses of both pickers here, and `$DECISIONS` is the folder of their decision history.",
+            "In a cluster, run the commands of this page in the picker's own pod ([where commands run](operate.md#where-commands-run)). "
+            "On this page, `$PICKERS` contains the addresses of the two pickers, and `$DECISIONS` is the folder of their decision history.",
         )
         await play(night)
         (out / "night.md").write_text("\n".join(night.walk.page).rstrip() + "\n")

@@ -78,25 +78,25 @@ from sim.cluster.built_in import strategies
 FOLDER: Final = Path(__file__).parent
 
 TYPES: Final[Mapping[str, str]] = {
-    "approx-prefix-cache-producer": "The prefixes that each endpoint is estimated to have cached, from the picker's own decisions.",
+    "approx-prefix-cache-producer": "The approximate prefix index: an estimate of the prefixes that each endpoint has cached, from the picker's own decisions.",
     "precise-prefix-cache-producer": (
-        "The prefixes that each endpoint has cached, as engines report them: [KV events](kv-events.md)."
+        "The exact prefix index: the prefixes that each endpoint has cached, as engines report them by [KV events](kv-events.md)."
     ),
-    "endpoint-notification-source": "The type has no effect, because changes of endpoints always arrive.",
-    "k8s-notification-source": "The type has no effect, because changes of endpoints always arrive.",
-    "session-id-producer": "The endpoint to which each session was last routed.",
-    "no-hit-lru-producer": "The order in which endpoints last received a prompt that none had cached.",
-    "dcgm-extractor": "Reads the pages of `dcgm-data-source`, and has no effect without it.",
-    "models-data-extractor": "Reads the pages of `models-data-source`, and has no effect without it.",
-    "single-profile-handler": "The type has no effect, because there is only one profile.",
-    "local-syncer": "The type has no effect, because flags configure sharing between replicas.",
+    "endpoint-notification-source": "`endpoint-notification-source` has no effect, because the picker always receives changes of endpoints.",
+    "k8s-notification-source": "`k8s-notification-source` has no effect, because the picker always receives changes of endpoints.",
+    "session-id-producer": "An index of the endpoint to which each session was last routed.",
+    "no-hit-lru-producer": "An index of the order in which endpoints last received a prompt that none had cached.",
+    "dcgm-extractor": "`dcgm-extractor` reads the pages of `dcgm-data-source`, and has no effect without this source.",
+    "models-data-extractor": "`models-data-extractor` reads the pages of `models-data-source`, and has no effect without this source.",
+    "single-profile-handler": "`single-profile-handler` has no effect, because Homing has only one acting profile.",
+    "local-syncer": "`local-syncer` has no effect, because flags configure sharing between replicas.",
     "openai-parser": (
-        "Reads paths that end in `chat/completions`, `completions`, `embeddings` and `responses`; "
-        "it reads only the model of `conversations` and `images/generations`."
+        "`openai-parser` reads requests whose paths end in `chat/completions`, `completions`, `embeddings` or `responses`; "
+        "of `conversations` and `images/generations` it reads only the model."
     ),
-    "anthropic-parser": "Reads paths that end in `v1/messages`.",
-    "vllmhttp-parser": "Reads paths that end in `inference/v1/generate`, whose prompts are token ids.",
-    "passthrough-parser": "Forwards all other requests unread and routes them by load.",
+    "anthropic-parser": "`anthropic-parser` reads requests whose paths end in `v1/messages`.",
+    "vllmhttp-parser": "`vllmhttp-parser` reads requests whose paths end in `inference/v1/generate`; their prompts are token ids.",
+    "passthrough-parser": "`passthrough-parser` forwards the requests that no other parser reads without reading them; they are routed by load.",
 }
 """Descriptions of configuration types whose class has a docstring for programmers, or one that is
 too short.
@@ -243,7 +243,8 @@ def _family(family: ModuleType) -> str:
     head, _, rest = _unwrapped(inspect.cleandoc(family.__doc__ or "")).partition("\n\n")
     names = ", ".join(f"`{strategy.name}`" for strategy in family.STRATEGIES)
     parts = [f"## {family.__name__.rpartition('.')[2].replace('_', ' ').capitalize()}", head]
-    parts += [f"Strategies: {names}."] + ([rest] if rest else [])
+    parts += [f"Strategies of this family: {names}."] if names else []
+    parts += [rest] if rest else []
     for kinds in ("FILTERS", "SCORERS", "PICKERS", "INDEXES"):
         parts += [
             _plugin(kind.type_name, kind, what_it_reads(kind))
@@ -256,12 +257,12 @@ def _plugin(name: str, kind: type[Any], reads: str) -> str:
     lines = [f"### {name}", ""]
     newer = DEPRECATED_PLUGINS.get(name) or DEPRECATED.get(name)
     if newer:
-        lines += [f"Deprecated: use `{newer}`.", ""]
+        lines += [f"`{name}` is deprecated: use `{newer}`.", ""]
     if newer and newer in {**FILTERS, **ACCEPTED} and _class(newer) is kind:
-        return "\n".join([*lines, "An old name of the same type."])
+        return "\n".join([*lines, f"`{name}` is an old name of the type `{newer}`."])
     lines.append(TYPES.get(name) or _prose(kind))
     if reads:
-        lines += ["", f"Reads {reads}."]
+        lines += ["", f"`{name}` reads these data: {reads}."]
     fields = _fields(kind)
     if fields:
         head = ("parameter", "type", "default", "meaning")
